@@ -140,7 +140,9 @@ def _config(source: Path, header: GgufHeader) -> tuple[Any, dict[str, Any]]:
 
 def _adjust(said: dict[str, Any], header: GgufHeader) -> None:
     """Say what some architectures state by other means, as `transformers` does."""
-    if said["model_type"] == "stablelm":
+    if said["model_type"] == "qwen3" and isinstance(size := header.fields.get("qwen3.attention.key_length"), int):
+        said["head_dim"] = size
+    elif said["model_type"] == "stablelm":
         said["use_qkv_bias"] = any(name.endswith("attn_q.bias") for name in header.tensors)
         said["use_parallel_residual"] = not any("ffn_norm" in name for name in header.tensors)
     elif said["model_type"] == "lfm2":

@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -38,15 +39,17 @@ class Conversion:
     ----------
     dtype : torch.dtype
         Number format: float32, float16, bfloat16 or int8.
+    shard_bytes : int
+        From how many bytes on a file is full.
     """
 
-    def __init__(self, source: Path, architecture: Architecture, dtype: torch.dtype) -> None:
+    def __init__(self, source: Path, architecture: Architecture, dtype: torch.dtype, shard_bytes: int) -> None:
         self._source, self._architecture = source, architecture
         self._int8 = dtype == torch.int8
         self._dtype = torch.float32 if self._int8 else dtype
         self._made: dict[str, Weight] = {}
         """What each tensor is made of; scales are made with their weight."""
-        self.shards = planned(self._slots())
+        self.shards = planned(self._slots(), shard_bytes)
 
     @property
     def num_bytes(self) -> int:
@@ -91,7 +94,7 @@ class Conversion:
             Told of bytes that are done.
         """
         workers = max(min(os.cpu_count() or 1, torch.get_num_threads()), 1)
-        with written_whole(folder / shard.file) as partial, partial.open("wb", buffering=0) as file:
+        with written_whole(folder / shard.file) as unfinished, unfinished.open("wb", buffering=0) as file:
             file.write(shard.head)
             file.truncate(shard.num_bytes)
             with self._source.open("rb") as source, ThreadPoolExecutor(workers) as pool:
@@ -128,12 +131,12 @@ class Conversion:
         rows, columns = weight.shape
         step = max(_TABLE_WEIGHTS // columns, 1)
 
-        def some(source: int, file: int, start: int) -> int:
+        def some(start: int, source: int, file: int) -> int:
             values = dequantised(_blocks(source, table, start, min(start + step, rows)), table)
             return self._store(file, slot, offsets, torch.from_numpy(values), start)
 
         for start in range(0, rows, step):
-            yield lambda source, file, start=start: some(source, file, start)
+            yield partial(some, start)
 
     def _store(self, file: int, slot: Slot, offsets: dict[str, int], values: Tensor, first_row: int) -> int:
         """Write rows of a tensor, from one on, in its format."""
@@ -171,7 +174,7 @@ def _blocks(source: int, tensor: GgufTensor, start: int = 0, end: int | None = N
 
 def _put(file: int, at: int, tensor: Tensor) -> int:
     """Write a tensor at a place of an open file; return how many bytes these are."""
-    content = memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy()).cast("B")
+    content = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
     done = 0
     while done < len(content):
         done += os.pwrite(file, content[done:], at + done)

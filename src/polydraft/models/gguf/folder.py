@@ -21,7 +21,7 @@ from polydraft.errors import FailureError, UsageError
 from polydraft.models.gguf.architecture import Architecture
 from polydraft.models.gguf.conversion import Conversion, Progress
 from polydraft.models.gguf.header import read_header
-from polydraft.models.gguf.shards import write_index
+from polydraft.models.gguf.shards import SHARD_BYTES, write_index
 from polydraft.models.gguf.tokenizer import check_tokenizer, write_tokenizer
 from polydraft.output import cache_root, locked, remove_leftovers, written_whole
 
@@ -74,15 +74,20 @@ def is_complete(folder: Path) -> bool:
         return False
 
 
-def convert(source: Path, folder: Path, dtype: torch.dtype) -> None:
+def convert(source: Path, folder: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> None:
     """Convert a GGUF file into a folder, or go on where that was interrupted.
 
     A file that cannot be used is refused by its header, before anything is written.
+
+    Parameters
+    ----------
+    shard_bytes : int
+        From how many bytes on a file of weights is full: what an interruption costs at most.
     """
     header = read_header(source)
     check_tokenizer(source, header)
     architecture = Architecture(source, header)
-    conversion = Conversion(source, architecture, dtype)
+    conversion = Conversion(source, architecture, dtype, shard_bytes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):  # the only reliable test is to write
@@ -137,7 +142,8 @@ def _write_config(config: Any, model: Any, folder: Path, dtype: torch.dtype) -> 
 
 
 def _write_manifest(folder: Path, source: Path, dtype: torch.dtype) -> None:
-    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir()) if not path.name.startswith(".")}
+    whole = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.name != MANIFEST)
+    files = {path.name: path.stat().st_size for path in whole}
     found = source.stat()
     manifest = {
         "version": _VERSION,
@@ -173,10 +179,10 @@ def _tidy(root: Path) -> None:
     with suppress(OSError):
         for folder in [path for path in root.iterdir() if path.is_dir() and not (path / MANIFEST).exists()]:
             with locked(folder, None) as held:
-                if held:
+                if held and time.time() - folder.stat().st_mtime > _KEPT_SECONDS:
+                    _discard(folder)
+                elif held:
                     _remove_partial(folder)
-                    if time.time() - folder.stat().st_mtime > _KEPT_SECONDS:
-                        _discard(folder)
 
 
 def _mention_earlier(source: Path) -> None:

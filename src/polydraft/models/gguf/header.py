@@ -98,6 +98,8 @@ def read_header(source: Path) -> GgufHeader:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 header = _Reader(data, len(_MAGIC)).header(source)
+            except UsageError:
+                raise
             except EOFError:
                 raise FailureError(f"{source} is cut short, its header is not whole; download it again") from None
             except (ValueError, KeyError, OverflowError, MemoryError, RecursionError) as error:

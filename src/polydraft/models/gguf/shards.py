@@ -73,7 +73,7 @@ class Shard:
         return len(self.head) + sum(slot.num_bytes for slot in self.slots)
 
 
-def planned(slots: Iterable[Slot], most: int = SHARD_BYTES) -> list[Shard]:
+def planned(slots: Iterable[Slot], most: int) -> list[Shard]:
     """Distribute tensors over files, in their order: a layer is never divided, a large table has a file of its own."""
     groups: dict[str, list[Slot]] = {}
     for slot in slots:

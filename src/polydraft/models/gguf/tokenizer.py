@@ -69,14 +69,16 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
     ends: dict[str, tuple[str, int]] = {}
     for end, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         number = header.fields.get(f"tokenizer.ggml.{key}_token_id")
-        named = isinstance(number, int) and 0 <= number < len(header.tokens)
-        settings[f"{end}_token"] = header.tokens[number] if named else None
+        if not isinstance(number, int) or not 0 <= number < len(header.tokens):
+            settings[f"{end}_token"] = None
+            continue
+        settings[f"{end}_token"] = header.tokens[number]
         # Gemma without its first token repeats one word for ever.
         said = header.fields.get(f"tokenizer.ggml.add_{end}_token")
-        if named and said is not None:
+        if said is not None:
             settings[f"add_{end}_token"] = bool(said)
-            if said:
-                ends[end] = header.tokens[number], number
+        if said:
+            ends[end] = header.tokens[number], number
     first, last = ([f"{ends[end][0]}:0"] if end in ends else [] for end in ("bos", "eos"))
     pair = [
         *first,
