@@ -8,7 +8,7 @@ import shutil
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ _PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]{16}")
 _LONGEST_NAME = 100
 _YOUNG_SECONDS = 60
 """Younger folders may not be locked yet."""
+_POLL_SECONDS = 0.2
 
 
 @contextmanager
@@ -102,6 +103,50 @@ def _lock(folder: Path) -> int | None:
         os.close(descriptor)
         return None
     return descriptor
+
+
+@contextmanager
+def locked(folder: Path, waiting: Callable[[], None] | None) -> Iterator[bool]:
+    """Hold the lock of a folder that exists, against other processes; where folders cannot be locked, go on without.
+
+    Parameters
+    ----------
+    waiting : callable, optional
+        Called once if another process holds the lock, which is then waited for; without it nothing is waited for.
+
+    Yields
+    ------
+    bool
+        Whether the lock is held.
+    """
+    lock = _lock(folder)
+    if lock is None and waiting is not None and _can_lock(folder):
+        waiting()
+        while lock is None and folder.exists():
+            time.sleep(_POLL_SECONDS)
+            lock = _lock(folder)
+    try:
+        yield lock is not None
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def _can_lock(folder: Path) -> bool:
+    """Whether the system has locks for a folder."""
+    try:
+        import fcntl
+
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (ImportError, OSError):
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except OSError as error:
+        return error.errno in (errno.EAGAIN, errno.EACCES)
+    finally:
+        os.close(descriptor)
 
 
 @contextmanager

@@ -75,8 +75,8 @@ def test_conversion_happens_once(decoder: Decoder, monkeypatch: pytest.MonkeyPat
     def fail(*_: object) -> None:
         raise AssertionError("converted again")
 
-    monkeypatch.setattr("polydraft.models.bundled._convert", fail)
-    assert (bundled_folder() / "model.safetensors").exists()
+    monkeypatch.setattr("polydraft.models.gguf.folder.convert", fail)
+    assert (bundled_folder() / "config.json").exists()
 
 
 @pytest.mark.slow

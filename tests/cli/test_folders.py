@@ -150,13 +150,3 @@ def test_folders_say_what_is_wrong_with_them(invoke, tiny: str, tmp_path: Path, 
     code, out, err = invoke("generate", "hello", "--target", str(folder), "--draft", "none", "--max-new-tokens", "1")
     assert (code, out) == (2 if kind is UsageError else 1, "") and expected in err
     assert err.startswith("polydraft: error: ") and err.count("\n") == 1
-
-
-def test_a_name_whose_folder_is_not_whole_is_not_called_missing(
-    invoke, tiny: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = Path(shutil.copytree(tiny, tmp_path / "converted"))
-    (folder / "model.safetensors").unlink()
-    monkeypatch.setattr("polydraft.models.loading.bundled_folder", lambda: folder)
-    code, _, err = invoke("generate", "hello", "--draft", "none")
-    assert code == 2 and "has no weights" in err and "no such folder" not in err

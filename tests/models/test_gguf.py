@@ -1,80 +1,51 @@
-"""GGUF files as models: converted once into the cache, the same logits, and one clear line where that cannot be."""
+"""GGUF files as models: converted once into the cache, the same weights and tokens, and one clear line where that cannot be."""
 
-import importlib.util
+import errno
+import json
 import os
 import shutil
+import struct
+import threading
+import time
 from collections import namedtuple
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from polydraft import Speculate
+from polydraft.backends.native import kernels
+from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
-from polydraft.models.gguf_files import convert, gguf_source
-from polydraft.models.gguf_header import read_header
+from polydraft.models.gguf import conversion, gguf_source
+from polydraft.models.gguf.folder import convert, converted_folder, is_complete
+from polydraft.models.gguf.header import read_header
+from polydraft.models.hf import HFModel
 from polydraft.models.loading import load_draft, load_model
-from polydraft.models.twin import sharpen
+from polydraft.models.packed import PackedEmbedding
+from polydraft.models.quantised import Int8Linear, quantise
+from polydraft.output import locked
+from polydraft.sampling import SamplingParams
 
 gguf = pytest.importorskip("gguf")
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="needs accelerate")
+
+from models.gguf_cases import TOKENS, tiny, write  # noqa: E402  it needs the package
 
 CPU = torch.device("cpu")
-SIZES = {
-    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 128, "tie_word_embeddings": False, "rms_norm_eps": 1e-6,
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
-NAMES = {
-    "model.embed_tokens.": "token_embd.", "model.norm.": "output_norm.", "lm_head.": "output.", "model.layers.": "blk.",
-    "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
-    "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "post_attention_layernorm": "ffn_norm",
-    "input_layernorm": "attn_norm",
-}  # fmt: skip
-
-
-def tiny():
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("qwen2", **SIZES)).eval()
-    with torch.no_grad():
-        sharpen(model)
-    return model
-
-
-TOKENS = ["<pad>", "<s>", "</s>", *(chr(33 + number) for number in range(92)), "ab"]
-
-
-def write(path, model, begins=None, tokens=TOKENS):
-    """Write a Qwen 2 model, with a tokenizer of single characters."""
-    writer = gguf.GGUFWriter(path, "qwen2")
-    writer.add_context_length(128)
-    writer.add_embedding_length(32)
-    writer.add_block_count(2)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_layer_norm_rms_eps(1e-6)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(96)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("qwen2")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3, 3, 3, *[1] * 93])
-    writer.add_token_merges(["a b"])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_pad_token_id(0)
-    if begins is not None:
-        writer.add_add_bos_token(begins)
-    for name, weight in model.state_dict().items():
-        for old, new in NAMES.items():
-            name = name.replace(old, new)
-        writer.add_tensor(name, weight.numpy())
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    return path
+compiled = pytest.mark.skipif(kernels() is None, reason="there are no native kernels here")
+CASES = {
+    "qwen2": ({}, {}),
+    "qwen2-q8": ({}, {"form": "Q8_0"}),
+    "llama-q4": ({"kind": "llama"}, {"kind": "llama", "form": "Q4_0", "pre": "llama-bpe"}),
+    "llama-tied": ({"kind": "llama", "tie_word_embeddings": True}, {"kind": "llama", "form": "Q5_0"}),
+    "llama-pieces": ({"kind": "llama", "vocab_size": 320}, {"kind": "llama", "pieces": True}),
+    "qwen3-q4": ({"kind": "qwen3"}, {"kind": "qwen3", "form": "Q4_1"}),
+    "gemma3-q8": (
+        {"kind": "gemma3_text", "vocab_size": 320},
+        {"kind": "gemma3", "form": "Q8_0", "pieces": True, "begins": True},
+    ),
+}
+TEXTS = ["abba the other", "  the   ab\n\nthe", "A1b2 ab, 345!", "", "<s>ab</s>the", "naïve ﬁ é <mine>ab"]
 
 
 @pytest.fixture
@@ -89,11 +60,8 @@ def test_a_file_and_a_folder_with_one_are_loaded(tmp_path, cache, caplog, capfd)
     tokens = torch.tensor([[5, 6, 7, 8]])
     with caplog.at_level("INFO", logger="polydraft"):
         loaded = load_model(str(file), CPU, torch.float32)
-    assert "tiny.gguf" in caplog.text and "GB in" in caplog.text  # said beforehand
-    stages = ["converting tiny.gguf", "reading its weights", "writing them", "making its tokenizer"]
-    assert [one for one in stages if one in caplog.text] == stages
-    said = capfd.readouterr().err
-    assert "onverting and" not in said and "riting model" not in said, "bars are for terminals"
+    assert "converting tiny.gguf, once" in caplog.text and f"GB in {cache}" in caplog.text
+    assert "converting:" not in capfd.readouterr().err, "bars are for terminals"
     with torch.no_grad():
         torch.testing.assert_close(loaded.model.plain(tokens), model(tokens).logits)
     assert loaded.eos_token_ids == (2,) and loaded.tokenizer.convert_tokens_to_ids("a") == 67
@@ -108,10 +76,10 @@ def test_a_conversion_happens_once_per_number_format(tmp_path, cache, monkeypatc
     file = write(tmp_path / "tiny.gguf", tiny())
     load_model(str(file), CPU, torch.float32)
     with monkeypatch.context() as patch:
-        patch.setattr("polydraft.models.gguf_files.convert", lambda *_: pytest.fail("converted again"))
+        patch.setattr("polydraft.models.gguf.folder.convert", lambda *_: pytest.fail("converted again"))
         load_model(str(file), CPU, torch.float32)
     assert load_model(str(file), CPU, torch.bfloat16).model.dtype == torch.bfloat16
-    assert len(list(cache.iterdir())) == 2
+    assert len(list((cache / "gguf").iterdir())) == 2
 
 
 @pytest.mark.parametrize("begins", [True, False, None])
@@ -157,7 +125,10 @@ def test_a_file_that_is_cut_short_is_refused_by_its_header(tmp_path, cache, monk
     os.truncate(file, int(kept * whole))
     # It takes a minute to look at a large vocabulary.
     monkeypatch.setattr(gguf, "GGUFReader", lambda *_: pytest.fail("the slow reader was asked"))
-    expected = rf"{int(kept * whole)} of {whole} bytes are there" if kept > 0.5 else "its header is not whole"
+    missing = whole - int(kept * whole)
+    expected = (
+        rf"{int(kept * whole)} of {whole} bytes are there, {missing} are missing" if kept > 0.5 else "its header is not whole"
+    )
     with pytest.raises(FailureError, match=rf"tiny.gguf is cut short, {expected}; download it again"):
         load_model(str(file), CPU, torch.float32)
     assert not cache.exists() or not list(cache.iterdir())
@@ -182,23 +153,12 @@ def test_a_damaged_header_is_one_line(tmp_path, cache, at):
         load_model(str(file), CPU, torch.float32)
 
 
-def test_what_a_kill_left_in_the_cache_is_gone_after_the_next_load(tmp_path, cache):
-    file = write(tmp_path / "tiny.gguf", tiny())
-    load_model(str(file), CPU, torch.float32)
-    left = cache / ".large-0123456789ab-float32.0123456789abcdef"
-    left.mkdir()
-    (left / "model.safetensors").write_bytes(b"half")
-    os.utime(left, (0, 0))
-    load_model(str(file), CPU, torch.float32)
-    assert not left.exists() and len(list(cache.iterdir())) == 1
-
-
 def test_a_draft_with_other_tokens_is_refused_before_it_is_converted(tmp_path, cache, monkeypatch):
     target = load_model(str(write(tmp_path / "target.gguf", tiny())), CPU, torch.float32)
     swapped = [*TOKENS[:10], TOKENS[11], TOKENS[10], *TOKENS[12:]]
     other = [f"w{number}" for number in range(96)]
     with monkeypatch.context() as patch:
-        patch.setattr("polydraft.models.gguf_files.convert", lambda *_: pytest.fail("converted for nothing"))
+        patch.setattr("polydraft.models.gguf.folder.convert", lambda *_: pytest.fail("converted for nothing"))
         for name, tokens in (("swapped", swapped), ("other", other)):
             draft = str(write(tmp_path / f"{name}.gguf", tiny(), tokens=tokens))
             with pytest.raises(UsageError, match=rf"{name}.gguf' and target .* have different vocabularies \(96 and"):
@@ -214,17 +174,238 @@ def test_too_little_room_is_said_before_anything_is_written(tmp_path, cache, mon
     file = write(tmp_path / "tiny.gguf", tiny())
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(100, 90, 10))
-    with pytest.raises(FailureError, match=r"needs 0.0 GB in .*, where 0.0 GB are free; set POLYDRAFT_CACHE"):
-        convert(file, cache / "folder")
+    with pytest.raises(FailureError, match=r"needs 0.0 GB \(\d+ bytes\) in .*, where 0.0 GB are free; set POLYDRAFT_CACHE"):
+        convert(file, cache / "folder", torch.float32)
     assert not list(cache.iterdir())
 
 
 def test_an_architecture_that_transformers_does_not_know_is_named(tmp_path, cache):
     writer = gguf.GGUFWriter(tmp_path / "odd.gguf", "nobodys")
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list(["a"])
     writer.add_tensor("weight", torch.zeros(4, 4).numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UsageError, match=r"transformers cannot read odd.gguf \(.*nobodys"):
+    with pytest.raises(UsageError, match=r"transformers cannot read odd.gguf, whose architecture is 'nobodys'; .*qwen2"):
         load_model(str(tmp_path / "odd.gguf"), CPU, torch.float32)
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+@pytest.mark.parametrize(("number", "name"), [(99, "number 99"), (24, "I8")])
+def test_weights_in_a_format_that_cannot_be_read_are_named(tmp_path, cache, number, name):
+    file = write(tmp_path / "tiny.gguf", tiny())
+    data = bytearray(file.read_bytes())
+    at = data.index(b"token_embd.weight") + len("token_embd.weight") + 4 + 2 * 8
+    assert struct.unpack_from("<I", data, at) == (0,)
+    data[at : at + 4] = struct.pack("<I", number)
+    file.write_bytes(data)
+    with pytest.raises(UsageError, match=rf"tensor token_embd.weight of tiny.gguf .*cannot be read \({name}\); use a file in"):
+        load_model(str(file), CPU, torch.float32)
+
+
+def test_a_vocabulary_of_another_size_than_its_embeddings_is_refused(tmp_path, cache):
+    file = write(tmp_path / "tiny.gguf", tiny(), tokens=TOKENS[:-1])
+    with pytest.raises(FailureError, match=r"has 95 tokens, but 96 rows in token_embd.weight"):
+        load_model(str(file), CPU, torch.float32)
+    assert not cache.exists() or not list(cache.iterdir())
+
+
+def test_a_tensor_that_is_missing_is_named(tmp_path, cache):
+    model = tiny()
+    del model.model.layers[1].mlp.up_proj
+    file = write(tmp_path / "tiny.gguf", model)
+    with pytest.raises(FailureError, match=r"tiny.gguf has no model.layers.1.mlp.up_proj.weight, which its model needs"):
+        load_model(str(file), CPU, torch.float32)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_weights_and_tokens_are_those_of_transformers(tmp_path, cache, case):
+    options, written = CASES[case]
+    file = write(tmp_path / "tiny.gguf", tiny(**options), **written)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=file.name, dtype=torch.float32)
+    for dtype in (torch.float32, torch.bfloat16):
+        loaded = load_model(str(file), CPU, dtype)
+        ours = loaded.model.hf_model
+        expected = theirs.to(dtype).state_dict()
+        assert ours.state_dict().keys() == expected.keys()
+        assert all(torch.equal(weight, expected[name]) for name, weight in ours.state_dict().items())
+        assert ours.config.to_diff_dict().keys() >= {"vocab_size", "hidden_size"}
+        assert ours.generation_config.eos_token_id == theirs.generation_config.eos_token_id
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name)
+    if written.get("begins") is not None:
+        tokenizer.add_bos_token = written["begins"]
+    for text in TEXTS:
+        tokens = tokenizer(text).input_ids
+        assert loaded.tokenizer(text).input_ids == tokens, text
+        assert loaded.tokenizer.decode(tokens) == tokenizer.decode(tokens)
+    # Theirs adds tokens of its class that no file of this size has.
+    assert (
+        len(loaded.tokenizer) == loaded.model.vocab_size
+        and loaded.tokenizer.get_vocab().items() <= tokenizer.get_vocab().items()
+    )
+
+
+def test_converted_folders_are_read_by_transformers_too(tmp_path, cache):
+    file = write(tmp_path / "tiny.gguf", tiny(), form="Q8_0")
+    folder = converted_folder(file, torch.float32)
+    theirs = AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    ours = load_model(str(file), CPU, torch.float32).model.hf_model.state_dict()
+    assert all(torch.equal(weight, ours[name]) for name, weight in theirs.items())
+    assert AutoTokenizer.from_pretrained(folder)("ab").input_ids == [95]
+
+
+@compiled
+@pytest.mark.parametrize("case", CASES)
+def test_int8_is_what_rounding_float32_gives(tmp_path, cache, case):
+    options, written = CASES[case]
+    file = write(tmp_path / "tiny.gguf", tiny(**options), **written)
+    found = load_model(str(file), CPU, torch.int8).model
+    expected = HFModel(quantise(load_model(str(file), CPU, torch.float32).model.hf_model))
+    layers = dict(expected.hf_model.named_modules())
+    for name, layer in found.hf_model.named_modules():
+        assert type(layer) is type(layers[name]) or type(layer) is PackedEmbedding
+        if isinstance(layer, Int8Linear):
+            assert all(torch.equal(*pair) for pair in zip(layer.held, layers[name].held, strict=True))
+    tables = [model.hf_model.get_input_embeddings().weight for model in (found, expected)]
+    assert torch.equal(*tables) and found.dtype == expected.dtype == torch.float32
+    greedy = SamplingParams(temperature=0)
+    texts = [Decoder(model).generate([[5, 6, 7, 8], [9, 10]], sampling=greedy, max_new_tokens=8) for model in (found, expected)]
+    assert [one.token_ids for one in texts[0]] == [one.token_ids for one in texts[1]]
+    packed = type(found.hf_model.get_input_embeddings()) is PackedEmbedding
+    assert packed == (written.get("form", "F32") != "F32" and case != "gemma3-q8")
+    assert (found.fast is not None) == (expected.fast is not None)
+
+
+@compiled
+def test_weights_are_used_where_they_are_mapped(tmp_path, cache):
+    file = write(tmp_path / "tiny.gguf", tiny())
+    for dtype in (torch.float32, torch.int8):
+        layers = load_model(str(file), CPU, dtype).model.hf_model.model.layers
+        addresses = (
+            {layer.self_attn.k_proj.held[0].untyped_storage().data_ptr() for layer in layers}
+            if dtype == torch.int8
+            else {layer.self_attn.k_proj.weight.untyped_storage().data_ptr() for layer in layers}
+        )
+        assert len(addresses) == 1, "views of one mapping, side by side without a copy"
+
+
+class Stop(BaseException):
+    pass
+
+
+def test_an_interrupted_conversion_goes_on_where_it_was(tmp_path, cache, caplog):
+    file = write(tmp_path / "tiny.gguf", tiny())
+    folder, files = cache / "gguf" / "one", []
+
+    def stop(self, shard, folder, advance):
+        if len(files) == 2:
+            (folder / ".half").write_bytes(b"a kill leaves that")
+            raise Stop
+        files.append(shard.file)
+        usual(self, shard, folder, advance)
+
+    usual = conversion.Conversion.write
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversion.Conversion, "write", stop)
+        with pytest.raises(Stop):
+            convert(file, folder, torch.float32, shard_bytes=1)
+    assert not is_complete(folder) and [(folder / name).exists() for name in files] == [True, True]
+    before = [(folder / name).stat().st_mtime_ns for name in files]
+    with caplog.at_level("INFO", logger="polydraft"):
+        convert(file, folder, torch.float32, shard_bytes=1)
+    assert is_complete(folder) and "of it there already" in caplog.text
+    assert [(folder / name).stat().st_mtime_ns for name in files] == before
+    assert not list(folder.glob(".*"))
+
+
+def test_a_file_that_is_being_written_is_gone_after_an_interruption(tmp_path, cache):
+    file = write(tmp_path / "tiny.gguf", tiny())
+
+    def advance(self, done):
+        raise Stop
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conversion.Progress, "__call__", advance)
+        with pytest.raises(Stop):
+            convert(file, cache / "one", torch.float32)
+    assert not list((cache / "one").glob("*.safetensors")) and not list((cache / "one").glob(".*"))
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(tmp_path, cache, monkeypatch):
+    file = write(tmp_path / "tiny.gguf", tiny())
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(
+        FailureError, match=r"could not convert tiny.gguf into .* \(No space left on device\); free some space, or"
+    ):
+        converted_folder(file, torch.float32)
+    assert not list((cache / "gguf").iterdir())
+
+
+def test_a_cache_that_cannot_be_written_to_is_one_line(tmp_path, monkeypatch):
+    file = write(tmp_path / "tiny.gguf", tiny())
+    (tmp_path / "cache").touch()
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(FailureError, match=r"cannot write to .*cache/gguf \(Not a directory\); set POLYDRAFT_CACHE to another"):
+        load_model(str(file), CPU, torch.float32)
+
+
+def test_a_second_process_waits_for_the_first(tmp_path, cache, caplog):
+    file = write(tmp_path / "tiny.gguf", tiny())
+    folder = converted_folder(file, torch.float32)
+    (folder / "manifest.json").rename(tmp_path / "manifest.json")
+    found = []
+    with caplog.at_level("INFO", logger="polydraft"), locked(folder, None) as held:
+        assert held
+        waiting = threading.Thread(target=lambda: found.append(converted_folder(file, torch.float32)))
+        waiting.start()
+        deadline = time.monotonic() + 60
+        while "another process is converting tiny.gguf; waiting" not in caplog.text and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert not found and "another process is converting tiny.gguf; waiting" in caplog.text
+        shutil.copy(tmp_path / "manifest.json", folder / "manifest.json")
+    waiting.join(60)
+    assert found == [folder] and caplog.text.count("converting tiny.gguf, once") == 0
+
+
+def test_a_damaged_folder_is_mended(tmp_path, cache):
+    file = write(tmp_path / "tiny.gguf", tiny())
+    folder = converted_folder(file, torch.float32)
+    expected = load_model(str(file), CPU, torch.float32).model.plain(torch.tensor([[5, 6]]))
+    shard = next(folder.glob("*.safetensors"))
+    os.truncate(shard, 100)
+    assert not is_complete(folder)
+    assert torch.equal(load_model(str(file), CPU, torch.float32).model.plain(torch.tensor([[5, 6]])), expected)
+    (folder / "manifest.json").write_text("{")
+    assert converted_folder(file, torch.float32) == folder and is_complete(folder)
+
+
+def test_what_nobody_goes_on_from_is_removed_in_the_end(tmp_path, cache):
+    file = write(tmp_path / "tiny.gguf", tiny())
+    folders = {name: cache / "gguf" / name for name in ("young", "old")}
+    for folder in folders.values():
+        folder.mkdir(parents=True)
+        (folder / "model-00001-of-00002.safetensors").write_bytes(b"whole")
+        (folder / ".model-00002-of-00002.safetensors.0123456789abcdef").write_bytes(b"half")
+    os.utime(folders["old"], (0, 0))
+    earlier = cache / ".large-0123456789ab-float32.0123456789abcdef"
+    earlier.mkdir()
+    os.utime(earlier, (0, 0))
+    converted_folder(file, torch.float32)
+    assert [path.name for path in folders["young"].iterdir()] == ["model-00001-of-00002.safetensors"]
+    assert not folders["old"].exists() and not earlier.exists()
+
+
+def test_a_copy_that_an_earlier_version_made_is_mentioned(tmp_path, cache, caplog):
+    file = write(tmp_path / "tiny.gguf", tiny())
+    earlier = cache / "tiny-0123456789ab-float32"
+    earlier.mkdir(parents=True)
+    (earlier / "config.json").write_text(json.dumps({}))
+    with caplog.at_level("INFO", logger="polydraft"):
+        converted_folder(file, torch.float32)
+    assert f"{earlier} (0.0 GB), made by an earlier version, is no longer used; delete it" in caplog.text

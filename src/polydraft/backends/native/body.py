@@ -15,6 +15,14 @@ Angles = Callable[[int], tuple[Tensor, Tensor]]
 """Number of positions → cosines and sines of each, both halves of the channels, in float32."""
 
 
+class Table(Protocol):
+    """Embeddings that are computed when they are looked up: a `polydraft.models.packed.PackedEmbedding`."""
+
+    @property
+    def num_embeddings(self) -> int: ...  # noqa: D102
+    def rows(self, tokens_R: Tensor) -> Tensor: ...  # noqa: D102
+
+
 @dataclass(frozen=True, eq=False, kw_only=True)
 class LayerWeights:
     """Weights of one layer."""
@@ -33,7 +41,8 @@ class BodyWeights:
 
     layers: Sequence[LayerWeights]
     final_norm: Tensor
-    embedding_VF: Tensor
+    embedding: Tensor | Table
+    """Of tokens: `[V, F]`."""
     queries: int
     """Heads."""
     keys: int
@@ -52,7 +61,7 @@ class BodyWeights:
 
     def tensors(self) -> list[Tensor]:
         """Return all that addresses come from."""
-        found = [self.final_norm, self.embedding_VF]
+        found = [self.final_norm, *([self.embedding] if isinstance(self.embedding, Tensor) else [])]
         for layer in self.layers:
             found += [layer.attention_norm, layer.mlp_norm]
             for weight in (layer.qkv, layer.output, layer.gate_up, layer.down):
@@ -107,8 +116,8 @@ class NativeBody:
         self._cosines, self._sines = (torch.empty(0),) * 2
         self._body: Body | None = None
         self._layers: ctypes.Array[Layer] | None = None
-        self.dtype = weights.embedding_VF.dtype
-        self.hidden_size = weights.embedding_VF.shape[1]
+        self.dtype = weights.final_norm.dtype
+        self.hidden_size = len(weights.final_norm)
         self.key_shape = (weights.keys, weights.channels)
         """Heads of keys and their channels."""
 
@@ -171,6 +180,11 @@ class NativeBody:
         taps = sorted(set(taps))
         listed = (ctypes.c_int64 * len(taps))(*taps)
         tokens_BT = tokens_BT.contiguous()
+        table = self._weights.embedding
+        if not isinstance(table, Tensor):  # the pass sees a table of just the rows that it needs
+            rows_RF = table.rows(tokens_BT.flatten().clamp(0, table.num_embeddings - 1))
+            self._body.embedding, self._body.vocabulary = rows_RF.data_ptr(), len(rows_RF)
+            tokens_BT = torch.arange(len(rows_RF))
         chosen_BT = None if chosen_BT is None else chosen_BT.expand(batch_size, size).contiguous()
         features_BTF = None if features_BTF is None else features_BTF.to(self.dtype).contiguous()
         one = Pass(
@@ -192,7 +206,8 @@ class NativeBody:
         weights = self._weights
         for norm in (weights.final_norm, weights.feature_norm, weights.token_norm):
             assert norm is None or (norm.dtype == self.dtype and norm.is_contiguous()), norm
-        assert weights.embedding_VF.is_contiguous()
+        table = weights.embedding if isinstance(weights.embedding, Tensor) else torch.empty(0, dtype=self.dtype)
+        assert table.is_contiguous() and table.dtype == self.dtype
         layers = [
             Layer(
                 layer.attention_norm.data_ptr(), layer.mlp_norm.data_ptr(),
@@ -202,9 +217,9 @@ class NativeBody:
         ]  # fmt: skip
         self._layers = (Layer * len(layers))(*layers)
         body = Body(
-            layers=self._layers, final_norm=weights.final_norm.data_ptr(), embedding=weights.embedding_VF.data_ptr(),
+            layers=self._layers, final_norm=weights.final_norm.data_ptr(), embedding=table.data_ptr(),
             num_layers=len(layers), hidden=self.hidden_size, queries=weights.queries, keys=weights.keys,
-            channels=weights.channels, mlp=weights.layers[0].down.num_inputs, vocabulary=len(weights.embedding_VF),
+            channels=weights.channels, mlp=weights.layers[0].down.num_inputs, vocabulary=len(table),
             epsilon=weights.epsilon, scale=weights.scale, format=FORMATS[self.dtype],
         )  # fmt: skip
         if weights.join is not None and weights.feature_norm is not None and weights.token_norm is not None:

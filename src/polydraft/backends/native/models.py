@@ -13,6 +13,7 @@ from polydraft.models.heads.feature_head import FeatureHead
 from polydraft.models.heads.head_context import FastHead, HeadContext, fast_head, following
 from polydraft.models.hf import HFModel
 from polydraft.models.hf_context import HFContext
+from polydraft.models.packed import PackedEmbedding
 from polydraft.models.quantised import Int8Linear, is_quantised
 from polydraft.operations import implements
 from polydraft.trees import Block, causal_block
@@ -128,15 +129,21 @@ def _supports_model(model: HFModel, invariant: bool) -> bool:
         model.native
         and model.steady_positions
         and model.dtype in FLOATS
-        and embedding.weight.is_cpu
+        and body.norm.weight.is_cpu
         and len(sizes) == 1
         and len({norm.variance_epsilon for norm in norms}) == 1
         and (not lean or all(is_product(part) for layer in layers for part in (layer.self_attn.o_proj, layer.mlp.down_proj)))
-        and type(embedding) is nn.Embedding
-        and {part.weight.dtype for part in [embedding, *norms]} == {model.dtype}
+        and type(embedding) in (nn.Embedding, PackedEmbedding)
+        and {part.weight.dtype for part in norms} == {model.dtype}
+        and _table_dtype(embedding) == model.dtype
         and attentions[0].head_dim % 2 == 0
         and kernels() is not None
     )
+
+
+def _table_dtype(table: nn.Module) -> torch.dtype | None:
+    found = table.dtype if isinstance(table, PackedEmbedding) else table.weight.dtype
+    return found if isinstance(found, torch.dtype) else None
 
 
 @implements(fast_body, "native", supports=_supports_model)
@@ -154,7 +161,7 @@ def native_model(model: HFModel, invariant: bool) -> NativeModel:
     weights = BodyWeights(
         layers=[_layer_weights(layer) for layer in body.layers],
         final_norm=body.norm.weight,
-        embedding_VF=body.embedding.weight,
+        embedding=body.embedding if isinstance(body.embedding, PackedEmbedding) else body.embedding.weight,
         queries=first.queries,
         keys=first.keys,
         channels=first.channels,
@@ -218,7 +225,7 @@ def _head_body(head: FeatureHead) -> NativeBody:
     weights = BodyWeights(
         layers=[layer],
         final_norm=head.output_norm.weight,
-        embedding_VF=head.tables[0],
+        embedding=head.tables[0],
         queries=shape.num_heads,
         keys=shape.num_key_heads,
         channels=shape.head_size,

@@ -1,0 +1,203 @@
+"""The weights of a GGUF file, one after the other in the number format in use: dequantised, rounded, written, forgotten."""
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from polydraft.models.gguf.architecture import Architecture, Weight
+from polydraft.models.gguf.header import EMBEDDING, OUTPUT, GgufTensor
+from polydraft.models.gguf.shards import Shard, Slot, planned
+from polydraft.models.quantised import PADDING, rounded
+from polydraft.output import written_whole
+
+logger = logging.getLogger(__name__)
+
+_TABLE_WEIGHTS = 2**22
+"""Numbers of a table of tokens that are converted at a time."""
+_PLAIN = ("F32", "F16", "BF16")
+"""Formats whose blocks are no smaller than numbers."""
+BLOCKS, SCALES = ".blocks.", ".scales"
+"""In names: before the format of a table that is kept in the file's own blocks; what one step of an int8 row is worth."""
+
+
+class Conversion:
+    """What a file's weights become.
+
+    In int8, linear layers are rounded as `polydraft.models.quantised` does, the table at the input keeps the file's own
+    blocks, and everything else is in float32.
+
+    Parameters
+    ----------
+    dtype : torch.dtype
+        Number format: float32, float16, bfloat16 or int8.
+    shard_bytes : int
+        From how many bytes on a file is full.
+    """
+
+    def __init__(self, source: Path, architecture: Architecture, dtype: torch.dtype, shard_bytes: int) -> None:
+        self._source, self._architecture = source, architecture
+        self._int8 = dtype == torch.int8
+        self._dtype = torch.float32 if self._int8 else dtype
+        self._made: dict[str, Weight] = {}
+        """What each tensor is made of; scales are made with their weight."""
+        self.shards = planned(self._slots(), shard_bytes)
+
+    @property
+    def num_bytes(self) -> int:
+        """What all files take."""
+        return sum(shard.num_bytes for shard in self.shards)
+
+    def _slots(self) -> Iterator[Slot]:
+        architecture = self._architecture
+        for weight in architecture.weights:
+            if self._int8 and weight.is_linear:
+                yield from self._int8_slots(weight, weight.name)
+            elif self._int8 and self._keeps_blocks(weight):
+                (table,) = weight.sources
+                name = f"{architecture.embedding}{BLOCKS}{table.type}"
+                self._made[name] = weight
+                yield Slot(name, torch.uint8, (table.shape[0], table.num_bytes // table.shape[0]))
+            else:
+                self._made[weight.name] = weight
+                yield Slot(weight.name, self._dtype, weight.shape)
+            if self._int8 and architecture.tied and weight.name == f"{architecture.embedding}.weight":
+                yield from self._int8_slots(weight, f"{architecture.head}.weight")
+
+    def _int8_slots(self, weight: Weight, name: str) -> Iterator[Slot]:
+        rows, columns = weight.shape
+        self._made[name] = weight
+        yield Slot(name, torch.int8, (rows, columns + -columns % PADDING))
+        yield Slot(_scales(name), torch.float32, (rows,))
+
+    def _keeps_blocks(self, weight: Weight) -> bool:
+        """Whether a weight is a table of which rows are looked up, and nothing else is done with it."""
+        name = self._architecture.embedding
+        table = self._architecture.model.get_submodule(name)
+        is_table = weight.name == f"{name}.weight" and type(table) is nn.Embedding
+        return is_table and len(weight.sources) == 1 and weight.sources[0].type not in _PLAIN
+
+    def write(self, shard: Shard, folder: Path, advance: Callable[[int], None]) -> None:
+        """Write a file, whole or not at all.
+
+        Parameters
+        ----------
+        advance : callable
+            Told of bytes that are done.
+        """
+        workers = max(min(os.cpu_count() or 1, torch.get_num_threads()), 1)
+        with written_whole(folder / shard.file) as unfinished, unfinished.open("wb", buffering=0) as file:
+            file.write(shard.head)
+            file.truncate(shard.num_bytes)
+            with self._source.open("rb") as source, ThreadPoolExecutor(workers) as pool:
+                tasks = [
+                    pool.submit(part, source.fileno(), file.fileno())
+                    for slot in shard.slots
+                    for part in self._parts(slot, shard)
+                ]
+                try:
+                    for task in as_completed(tasks):
+                        advance(task.result())
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
+
+    def _parts(self, slot: Slot, shard: Shard) -> Iterator[Callable[[int, int], int]]:
+        """Return what writes a tensor from one open file into another, at once or some rows at a time."""
+        weight = self._made.get(slot.name)
+        if weight is None:  # scales
+            return
+        offsets = shard.offsets
+        if slot.dtype == torch.uint8:
+            yield lambda source, file: _put(file, offsets[slot.name], torch.from_numpy(_blocks(source, weight.sources[0])))
+            return
+        if weight.sources[0].name not in (EMBEDDING, OUTPUT):
+
+            def whole(source: int, file: int) -> int:
+                values = [dequantised(_blocks(source, tensor), tensor) for tensor in weight.sources]
+                return self._store(file, slot, offsets, self._architecture.restored(weight, values), 0)
+
+            yield whole
+            return
+        (table,) = weight.sources
+        rows, columns = weight.shape
+        step = max(_TABLE_WEIGHTS // columns, 1)
+
+        def some(start: int, source: int, file: int) -> int:
+            values = dequantised(_blocks(source, table, start, min(start + step, rows)), table)
+            return self._store(file, slot, offsets, torch.from_numpy(values), start)
+
+        for start in range(0, rows, step):
+            yield partial(some, start)
+
+    def _store(self, file: int, slot: Slot, offsets: dict[str, int], values: Tensor, first_row: int) -> int:
+        """Write rows of a tensor, from one on, in its format."""
+        row_bytes = slot.num_bytes // slot.shape[0]
+        at = offsets[slot.name] + first_row * row_bytes
+        if slot.dtype != torch.int8:
+            return _put(file, at, values.to(slot.dtype))
+        data_FX, scales_F = rounded(values)
+        return _put(file, at, data_FX) + _put(file, offsets[_scales(slot.name)] + first_row * 4, scales_F)
+
+
+def dequantised(blocks: NDArray[np.uint8], tensor: GgufTensor) -> NDArray[np.float32]:
+    """Return the numbers of some rows of a tensor."""
+    import gguf
+
+    values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[tensor.type])
+    return np.ascontiguousarray(values.reshape(*blocks.shape[:1], *tensor.shape[1:]), dtype=np.float32)
+
+
+def _blocks(source: int, tensor: GgufTensor, start: int = 0, end: int | None = None) -> NDArray[np.uint8]:
+    """Read some rows of a tensor, as they are in an open file."""
+    rows = tensor.shape[0]
+    row_bytes = tensor.num_bytes // rows
+    end = rows if end is None else end
+    wanted = (end - start) * row_bytes
+    content = bytearray(wanted)
+    view, done = memoryview(content), 0
+    while done < wanted:  # systems read at most 2 GB at a time
+        count = os.preadv(source, [view[done:]], tensor.start + start * row_bytes + done)
+        if count == 0:
+            raise OSError(f"{tensor.name} ends too early")
+        done += count
+    return np.frombuffer(content, np.uint8).reshape(end - start, row_bytes)
+
+
+def _put(file: int, at: int, tensor: Tensor) -> int:
+    """Write a tensor at a place of an open file; return how many bytes these are."""
+    content = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
+    done = 0
+    while done < len(content):
+        done += os.pwrite(file, content[done:], at + done)
+    return done
+
+
+def _scales(name: str) -> str:
+    return name.removesuffix(".weight") + SCALES
+
+
+class Progress:
+    """How far a conversion is, on a terminal only: in a file bars are illegible."""
+
+    def __init__(self, total: int) -> None:
+        from tqdm import tqdm
+
+        hidden = sys.stderr is None or not sys.stderr.isatty()
+        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="converting", leave=False, disable=hidden)
+
+    def __call__(self, done: int) -> None:
+        """Add bytes that are done."""
+        self._bar.update(done)
+
+    def close(self) -> None:
+        """Take the bar off the screen."""
+        self._bar.close()

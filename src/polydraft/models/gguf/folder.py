@@ -1,0 +1,208 @@
+"""Converted GGUF files in the cache: found by their content, made once, by one process at a time, and resumable.
+
+A folder is complete when its manifest is there, which is written last. Its other files are complete or absent, too, so that
+whoever comes next goes on from them; those that nobody goes on from are removed after a week.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from polydraft.errors import FailureError, UsageError
+from polydraft.models.gguf.architecture import Architecture
+from polydraft.models.gguf.conversion import Conversion, Progress
+from polydraft.models.gguf.header import read_header
+from polydraft.models.gguf.shards import SHARD_BYTES, write_index
+from polydraft.models.gguf.tokenizer import check_tokenizer, write_tokenizer
+from polydraft.output import cache_root, locked, remove_leftovers, written_whole
+
+logger = logging.getLogger(__name__)
+
+MANIFEST = "manifest.json"
+_VERSION = 3
+"""Counts up when folders that were made before are to be made again."""
+_SAMPLE = 1 << 20
+"""Bytes at either end of a file that, with its size, tell it from others."""
+_KEPT_SECONDS = 7 * 24 * 3600
+"""How long what an interrupted conversion has written waits for the next one."""
+_REMEDY = "set POLYDRAFT_CACHE to another folder"
+
+
+def gguf_source(name: str) -> Path | None:
+    """Return the GGUF file that a name stands for: the file itself, or the only one in a folder without a config.json."""
+    path = Path(name).expanduser()
+    if path.suffix == ".gguf" and not os.path.isdir(path):
+        if not os.path.isfile(path):
+            raise UsageError(f"cannot load model {name!r}: there is no such file; name a GGUF file or a folder with one")
+        return path
+    if not os.path.isdir(path) or (path / "config.json").exists():  # of names longer than any, Path.is_dir raises
+        return None
+    files = sorted(path.glob("*.gguf"))
+    if len(files) > 1:
+        names = ", ".join(file.name for file in files[:3]) + (", ..." if len(files) > 3 else "")
+        raise UsageError(f"folder {name!r} has {len(files)} GGUF files ({names}); name one of them, such as {files[0]}")
+    return files[0] if files else None
+
+
+def converted_folder(source: Path, dtype: torch.dtype) -> Path:
+    """Return a folder with a GGUF file's model in a number format, converting it the first time."""
+    root = cache_root() / "gguf"
+    _tidy(root)
+    kind = str(dtype).removeprefix("torch.")
+    folder = root / f"{source.stem[:80]}-{_fingerprint(source)}-{kind}"
+    if not is_complete(folder):
+        convert(source, folder, dtype)
+    return folder
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder holds all that its manifest lists."""
+    try:
+        manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        sizes = manifest["files"].items()
+        return manifest["version"] == _VERSION and all((folder / name).stat().st_size == size for name, size in sizes)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return False
+
+
+def convert(source: Path, folder: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> None:
+    """Convert a GGUF file into a folder, or go on where that was interrupted.
+
+    A file that cannot be used is refused by its header, before anything is written.
+
+    Parameters
+    ----------
+    shard_bytes : int
+        From how many bytes on a file of weights is full: what an interruption costs at most.
+    """
+    header = read_header(source)
+    check_tokenizer(source, header)
+    architecture = Architecture(source, header)
+    conversion = Conversion(source, architecture, dtype, shard_bytes)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # the only reliable test is to write
+            pass
+    except OSError as error:
+        raise FailureError(f"cannot write to {folder.parent} ({error.strerror}); {_REMEDY}") from None
+    with locked(folder, lambda: logger.info("another process is converting %s; waiting for it ...", source.name)):
+        if is_complete(folder):
+            return
+        _remove_partial(folder)
+        left = [shard for shard in conversion.shards if not _has(folder / shard.file, shard.num_bytes)]
+        needed = sum(shard.num_bytes for shard in left)
+        free = shutil.disk_usage(folder).free
+        if free < 1.02 * needed:
+            _discard(folder)
+            raise FailureError(
+                f"{source.name} needs {_gigabytes(needed)} ({needed} bytes) in {folder.parent}, where {_gigabytes(free)} are "
+                f"free; set POLYDRAFT_CACHE to a folder with more"
+            )
+        done = conversion.num_bytes - needed
+        resumed = f", {_gigabytes(done)} of it there already" if done else ""
+        logger.info(
+            "converting %s, once: %s%s in %s (POLYDRAFT_CACHE) ...",
+            source.name,
+            _gigabytes(conversion.num_bytes),
+            resumed,
+            folder,
+        )
+        progress = Progress(needed)
+        try:
+            write_tokenizer(header, folder)
+            _write_config(architecture.config, architecture.model, folder, dtype)
+            for shard in left:
+                conversion.write(shard, folder, progress)
+            if dtype != torch.int8:
+                write_index(folder, conversion.shards)
+            _write_manifest(folder, source, dtype)
+        except OSError as error:
+            _discard(folder)
+            reason = f"could not convert {source.name} into {folder} ({error.strerror or error})"
+            raise FailureError(f"{reason}; free some space, or {_REMEDY}") from None
+        finally:
+            progress.close()
+    _mention_earlier(source)
+
+
+def _write_config(config: Any, model: Any, folder: Path, dtype: torch.dtype) -> None:
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.float32 if dtype == torch.int8 else dtype
+    config.save_pretrained(folder)
+    model.generation_config.save_pretrained(folder)
+
+
+def _write_manifest(folder: Path, source: Path, dtype: torch.dtype) -> None:
+    whole = sorted(path for path in folder.iterdir() if not path.name.startswith(".") and path.name != MANIFEST)
+    files = {path.name: path.stat().st_size for path in whole}
+    found = source.stat()
+    manifest = {
+        "version": _VERSION,
+        "format": str(dtype).removeprefix("torch."),
+        "source": {"name": source.name, "bytes": found.st_size, "modified": found.st_mtime_ns, "digest": _fingerprint(source)},
+        "files": files,
+    }
+    with written_whole(folder / MANIFEST) as partial:
+        partial.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+
+
+def _has(file: Path, size: int) -> bool:
+    with suppress(OSError):
+        return file.stat().st_size == size
+    return False
+
+
+def _remove_partial(folder: Path) -> None:
+    """Remove what killed processes were writing; nobody else writes here now."""
+    with suppress(OSError):
+        for path in folder.glob(".*"):
+            path.unlink(missing_ok=True)
+
+
+def _discard(folder: Path) -> None:
+    """Leave nothing behind."""
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _tidy(root: Path) -> None:
+    """Remove what killed processes were writing, and what nobody went on from for long."""
+    remove_leftovers(cache_root())  # of earlier versions
+    with suppress(OSError):
+        for folder in [path for path in root.iterdir() if path.is_dir() and not (path / MANIFEST).exists()]:
+            with locked(folder, None) as held:
+                if held and time.time() - folder.stat().st_mtime > _KEPT_SECONDS:
+                    _discard(folder)
+                elif held:
+                    _remove_partial(folder)
+
+
+def _mention_earlier(source: Path) -> None:
+    """Say where earlier versions have put the same file, in float32 mostly."""
+    stem = source.stem[:80]
+    with suppress(OSError):
+        for path in sorted(cache_root().iterdir()):
+            if path.name.startswith(f"{stem}-") and (path / "config.json").exists():
+                size = sum(file.stat().st_size for file in path.iterdir())
+                logger.info("%s (%s), made by an earlier version, is no longer used; delete it", path, _gigabytes(size))
+
+
+def _fingerprint(source: Path) -> str:
+    """Return what tells a file from others, whatever it is called and wherever it is."""
+    size = source.stat().st_size
+    with source.open("rb") as file:
+        head = file.read(_SAMPLE)
+        file.seek(max(size - _SAMPLE, 0))
+        return hashlib.sha256(b"%d|%d|%b%b" % (_VERSION, size, head, file.read())).hexdigest()[:12]
+
+
+def _gigabytes(number: float) -> str:
+    return f"{number / 1e9:.1f} GB"
