@@ -108,6 +108,12 @@ def _() -> Iterator[Case]:
     for rows in (1, 9):
         yield Case(f"{rows} rows", partial(arguments, rows, rows > 1), tolerance=1e-2)
 
+    def even(device: str) -> tuple[Any, ...]:
+        weight = numbers(100, 128, device=device, dtype=torch.float32, seed=4)
+        return numbers(3, 128, device=device, dtype=torch.float32, seed=5), *rounded(weight), None
+
+    yield Case("rows of whole blocks", even, tolerance=1e-2)
+
 
 def multiplies(weight: Tensor, found: Any, expected: None, tolerance: float) -> None:
     """Compare products with those of torch."""

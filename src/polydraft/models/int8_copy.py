@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from polydraft.devices import is_host
 from polydraft.errors import UsageError
 from polydraft.models.hf import HFModel
 from polydraft.models.quantised import quantise
@@ -47,6 +48,8 @@ def copy_obstacle(target: Any) -> str | None:
         return "the target has recurrent layers, whose state drafts would change"
     if target.spread is not None:
         return str(target.spread)
-    if not target.native:
-        return "its products are compiled code, which is switched off"
+    if is_host(target.device):
+        return None if target.native else "its products are compiled code, which is switched off"
+    if target.dtype != torch.bfloat16 or target.lean is None or target.fast is None:
+        return "on a GPU it is for Llama-shaped models in bfloat16"
     return None

@@ -1,9 +1,10 @@
-"""Models with weights in int8, on a CPU: a quarter of float32's reading, products by compiled code.
+"""Models with weights in int8: a quarter of float32's reading, half of bfloat16's, products by compiled code.
 
 Each row of a weight is scaled by its largest number, each token's input, in 15 bits, by its own. Embeddings and norms stay as
 they are. The target is then this model: generation is exact with respect to it, as for every other dtype.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polydraft.errors import UsageError
+from polydraft.models.bodies import adjacent, has_hooks, is_llama_shaped
 from polydraft.models.families import quantised_by
 from polydraft.operations import operation
 
 PADDING = 64
-"""Rows of int8 weights are filled up with zeros to a multiple of this."""
+"""On a CPU, rows of int8 weights are filled up with zeros to a multiple of this."""
 
 
 def rounded(weight_FX: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,16 +31,17 @@ def rounded(weight_FX: Tensor) -> tuple[Tensor, Tensor]:
     steps_FX = (weight_FX.float() / scales_F.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
     if not bool(scales_F.isfinite().all()):  # NaN has no step; the scale carries it on
         steps_FX.nan_to_num_(0, 0, 0)
-    data_FX = torch.zeros(rows, columns + -columns % PADDING, dtype=torch.int8)
+    padding = -columns % PADDING if weight_FX.is_cpu else 0
+    data_FX = torch.zeros(rows, columns + padding, dtype=torch.int8, device=weight_FX.device)
     data_FX[:, :columns] = steps_FX
     return data_FX, scales_F.contiguous()
 
 
 @operation
 def multiply_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: Tensor | None) -> Tensor:
-    """Return the products, in float32, of float32 inputs with a `rounded` weight."""
+    """Return the products, in float32, of inputs with a `rounded` weight."""
     weight_FX = data_FX[:, : input_RX.shape[1]] * scales_F[:, None]
-    return functional.linear(input_RX, weight_FX, None if bias_F is None else bias_F.float())
+    return functional.linear(input_RX.float(), weight_FX, None if bias_F is None else bias_F.float())
 
 
 class Int8Linear(nn.Module):
@@ -65,14 +68,70 @@ class Int8Linear(nn.Module):
 
     def forward(self, input_XF: Tensor) -> Tensor:
         """Return the products, in the input's dtype."""
-        rows_RF = input_XF.reshape(-1, self.in_features).float().contiguous()
+        rows_RF = input_XF.reshape(-1, self.in_features).contiguous()
         output_RG = multiply_int8(rows_RF, *self.held, self.bias)
         return output_RG.view(*input_XF.shape[:-1], -1).to(input_XF.dtype)
 
 
-def refuse_without_kernels() -> None:
+@dataclass(frozen=True, eq=False)
+class Int8Weight:
+    """The weights of some layers side by side."""
+
+    data_FX: Tensor
+    scales_F: Tensor
+    num_inputs: int
+    """Columns that are no padding."""
+
+
+class Int8Body:
+    """The parts of a Llama-shaped model in int8, named as in a `LeanBody`."""
+
+    def __init__(self, body: Any) -> None:
+        self.embedding, self.rotary, self.norm = body.embed_tokens, body.rotary_emb, body.norm
+        self.layers = [Int8Layer(layer, index) for index, layer in enumerate(body.layers)]
+
+
+class Int8Layer:
+    """Weights of one layer, named as in a `LeanLayer`."""
+
+    def __init__(self, layer: Any, index: int) -> None:
+        attention, mlp = layer.self_attn, layer.mlp
+        self.index = index
+        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
+        self.qkv, self.qkv_bias = _side_by_side([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.gate_up, self.gate_up_bias = _side_by_side([mlp.gate_proj, mlp.up_proj])
+        self.output, self.down = attention.o_proj, mlp.down_proj
+        self.channels, self.scale = attention.head_dim, attention.scaling
+        self.queries = attention.q_proj.out_features // self.channels
+        self.keys = attention.k_proj.out_features // self.channels
+
+
+def _side_by_side(linears: list[Int8Linear]) -> tuple[Int8Weight, Tensor | None]:
+    """Return several weights and biases as one of each; the layers go on as views of it."""
+    data_FX, scales_F = (_joined([linear.held[place] for linear in linears]) for place in range(2))
+    start = 0
+    for linear in linears:
+        end = start + linear.out_features
+        linear.held = data_FX[start:end], scales_F[start:end]
+        start = end
+    bias_F = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
+    return Int8Weight(data_FX, scales_F, linears[0].in_features), bias_F
+
+
+def _joined(tensors: list[Tensor]) -> Tensor:
+    found = adjacent(tensors)
+    return torch.cat(tensors) if found is None else found
+
+
+def is_int8_llama(model: Any) -> bool:
+    """Whether a model is in int8, and has the layers that `Int8Body` understands; hooks and adapters work on the modules."""
+    return is_quantised(model) and is_llama_shaped(model) and not has_hooks(model.base_model.modules())
+
+
+def refuse_without_kernels(device: torch.device | None = None) -> None:
     """Refuse int8 where nothing multiplies by it faster than by float32."""
-    if multiply_int8.chosen(torch.ones(1, 1), *rounded(torch.ones(1, 1)), None) is None:
+    one_11 = torch.ones(1, 1, device=device)
+    if multiply_int8.chosen(one_11, *rounded(one_11), None) is None:
         raise UsageError(
             "dtype int8 needs native kernels, which are off or cannot be built here; install a C compiler, or use float32"
         )
@@ -92,7 +151,7 @@ def quantise(model: Any, keep: bool = False) -> Any:
     transformers.PreTrainedModel
         The same object.
     """
-    refuse_without_kernels()
+    refuse_without_kernels(model.device)
     if (scheme := quantised_by(model)) is not None:
         raise UsageError(
             f"dtype int8 does not work with weights that are quantised by {scheme} already; use float32 or bfloat16"

@@ -1,20 +1,18 @@
 """Llama-shaped models and feature heads on a CPU, each pass one call of compiled code."""
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from polydraft.backends.native.arguments import FLOATS, Weight, quantised
 from polydraft.backends.native.body import BodyWeights, LayerWeights, NativeBody, Rows
 from polydraft.backends.native.build import kernels
-from polydraft.models.bodies import FastBody, LeanBody, LeanLayer, adjacent, fast_body, has_hooks, is_llama_shaped, is_product
+from polydraft.models.bodies import FastBody, LeanBody, LeanLayer, fast_body, is_product
 from polydraft.models.heads.feature_head import FeatureHead
 from polydraft.models.heads.head_context import FastHead, HeadContext, fast_head, following
 from polydraft.models.hf import HFModel
 from polydraft.models.hf_context import HFContext
 from polydraft.models.packed import PackedEmbedding
-from polydraft.models.quantised import Int8Linear, is_quantised
+from polydraft.models.quantised import Int8Body, Int8Layer, Int8Weight, is_int8_llama
 from polydraft.operations import implements
 from polydraft.trees import Block, causal_block
 
@@ -76,50 +74,10 @@ def _rows(body: NativeBody, context: HFContext | HeadContext) -> Rows:
     )
 
 
-class _Int8Body:
-    """The parts of a Llama-shaped model in int8, named as in a `LeanBody`."""
-
-    def __init__(self, body: Any) -> None:
-        self.embedding, self.rotary, self.norm = body.embed_tokens, body.rotary_emb, body.norm
-        self.layers = [_Int8Layer(layer) for layer in body.layers]
-
-
-class _Int8Layer:
-    """Weights of one layer."""
-
-    def __init__(self, layer: Any) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.qkv = _side_by_side([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up = _side_by_side([mlp.gate_proj, mlp.up_proj])
-        self.output, self.down = Weight.int8(attention.o_proj), Weight.int8(mlp.down_proj)
-        self.channels, self.scale = attention.head_dim, attention.scaling
-        self.queries = attention.q_proj.out_features // self.channels
-        self.keys = attention.k_proj.out_features // self.channels
-
-
-def _side_by_side(linears: list[Int8Linear]) -> Weight:
-    """Return several weights as one; the layers go on as views of it."""
-    data_FX, scales_F = (_joined([linear.held[place] for linear in linears]) for place in range(2))
-    start = 0
-    for linear in linears:
-        end = start + linear.out_features
-        linear.held = data_FX[start:end], scales_F[start:end]
-        start = end
-    bias_F = None if linears[0].bias is None else torch.cat([linear.bias.detach() for linear in linears])
-    return Weight(data_FX, bias_F, scales_F, linears[0].in_features)
-
-
-def _joined(tensors: list[Tensor]) -> Tensor:
-    found = adjacent(tensors)
-    return torch.cat(tensors) if found is None else found
-
-
 def _supports_model(model: HFModel, invariant: bool) -> bool:
     body = model.hf_model.base_model
     lean = model.lean is not None
-    # Hooks and adapters work on the modules that are passed by here.
-    if not lean and not (is_quantised(model.hf_model) and is_llama_shaped(model.hf_model) and not has_hooks(body.modules())):
+    if not lean and not is_int8_llama(model.hf_model):
         return False
     embedding, layers = body.embed_tokens, body.layers
     norms = [body.norm, *(norm for layer in layers for norm in (layer.input_layernorm, layer.post_attention_layernorm))]
@@ -149,7 +107,7 @@ def _table_dtype(table: nn.Module) -> torch.dtype | None:
 @implements(fast_body, "native", supports=_supports_model)
 def native_model(model: HFModel, invariant: bool) -> NativeModel:
     """Return the compiled form of a lean body, or of one in int8."""
-    body: LeanBody | _Int8Body = model.lean or _Int8Body(model.hf_model.base_model)
+    body: LeanBody | Int8Body = model.lean or Int8Body(model.hf_model.base_model)
     library, first, rotary = kernels(), body.layers[0], body.rotary
     assert library is not None
 
@@ -172,10 +130,16 @@ def native_model(model: HFModel, invariant: bool) -> NativeModel:
     return NativeModel(NativeBody(library, weights))
 
 
-def _layer_weights(layer: LeanLayer | _Int8Layer) -> LayerWeights:
+def _layer_weights(layer: LeanLayer | Int8Layer) -> LayerWeights:
     norms = {"attention_norm": layer.input_norm.weight, "mlp_norm": layer.mlp_norm.weight}
-    if isinstance(layer, _Int8Layer):
-        return LayerWeights(**norms, qkv=layer.qkv, output=layer.output, gate_up=layer.gate_up, down=layer.down)
+    if isinstance(layer, Int8Layer):
+        return LayerWeights(
+            **norms,
+            qkv=_joint(layer.qkv, layer.qkv_bias),
+            output=Weight.int8(layer.output),
+            gate_up=_joint(layer.gate_up, layer.gate_up_bias),
+            down=Weight.int8(layer.down),
+        )
     return LayerWeights(
         **norms,
         qkv=Weight(layer.qkv, layer.qkv_bias),
@@ -183,6 +147,10 @@ def _layer_weights(layer: LeanLayer | _Int8Layer) -> LayerWeights:
         gate_up=Weight(layer.gate_up, layer.gate_up_bias),
         down=Weight(layer.down.weight, layer.down.bias),
     )
+
+
+def _joint(weight: Int8Weight, bias_F: Tensor | None) -> Weight:
+    return Weight(weight.data_FX, bias_F, weight.scales_F, weight.num_inputs)
 
 
 def _supports_head(head: FeatureHead) -> bool:

@@ -74,4 +74,4 @@ def native_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: Ten
     library = kernels()
     assert library is not None
     weight = Weight(data_FX, bias_F, scales_F, input_RX.shape[1])
-    return multiply(library, weight.matrix(), input_RX, torch.get_num_threads())
+    return multiply(library, weight.matrix(), input_RX.float(), torch.get_num_threads())

@@ -111,28 +111,38 @@ def invariant_linear(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None
 
 
 def invariant_parts(
-    input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None, most_apart: int = 128, tile: Tile | None = None
+    input_BTX: Tensor,
+    weight_FX: Tensor,
+    bias_F: Tensor | None,
+    most_apart: int = 128,
+    tile: Tile | None = None,
+    scales_F: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Return the product as parts that are still to be added, in order and in float32, and then rounded.
 
-    A single part is the product itself, in the input's format. Of more than `most_apart` rows it always is.
+    A single part is the product itself, in the input's format or that of `dtype`. Of more than `most_apart` rows it always is.
+    A weight in int8 has scales.
     """
     from polydraft.backends.triton import invariant_kernels as kernels
 
     (outputs, channels), rows = weight_FX.shape, input_BTX.numel() // input_BTX.shape[-1]
     input_BTX = input_BTX.contiguous()
-    assert input_BTX.shape[-1] == channels and weight_FX.is_contiguous() and input_BTX.dtype == weight_FX.dtype
-    tile = tile or plan_product(rows, outputs, channels, input_BTX.dtype, shared_room(input_BTX.device))
+    assert input_BTX.shape[-1] == channels and weight_FX.is_contiguous()
+    assert weight_FX.dtype == (input_BTX.dtype if scales_F is None else torch.int8)
+    tile = tile or plan_product(rows, outputs, channels, weight_FX.dtype, shared_room(input_BTX.device))
     splits = splits_of(outputs, channels)
     width = math.ceil(math.ceil(channels / splits) / _SPLIT_CHANNELS) * _SPLIT_CHANNELS
     splits = math.ceil(channels / width)
     apart = splits > 1 and rows <= most_apart
-    form = torch.float32 if apart else input_BTX.dtype
+    form = torch.float32 if apart else dtype or input_BTX.dtype
     output_SBTF = input_BTX.new_empty(splits if apart else 1, *input_BTX.shape[:-1], outputs, dtype=form)
     grid = math.ceil(rows / tile.rows), math.ceil(outputs / tile.outputs), splits if apart else 1
     kernels.invariant_product[grid](
-        input_BTX, weight_FX, weight_FX if bias_F is None else bias_F, output_SBTF, rows, outputs, channels, width,
-        SPLITS=splits, APART=apart, BIAS=bias_F is not None, EVEN=channels % tile.channels == 0, PRECISION="ieee",
+        input_BTX, weight_FX, weight_FX if bias_F is None else bias_F, weight_FX if scales_F is None else scales_F,
+        output_SBTF, rows, outputs, channels, width,
+        SPLITS=splits, APART=apart, BIAS=bias_F is not None, SCALED=scales_F is not None,
+        EVEN=channels % tile.channels == 0, PRECISION="ieee",
         BLOCK_OUTPUTS=tile.outputs, BLOCK_ROWS=tile.rows, BLOCK_CHANNELS=tile.channels,
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -14,13 +14,15 @@ _UNSEEN = tl.constexpr(-1e30)
 # The number of rows differs from tree to tree; and one that is known to be 1 would have its single row read in another layout.
 @triton.jit(do_not_specialize=["rows"])
 def invariant_product(
-    inputs, weight, bias, output, rows, outputs, channels, width,
-    SPLITS: tl.constexpr, APART: tl.constexpr, BIAS: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    inputs, weight, bias, scales, output, rows, outputs, channels, width,
+    SPLITS: tl.constexpr, APART: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Multiply rows by a weight, `width` channels per split; grid [blocks of rows, blocks of outputs, splits if apart].
 
     Splits that are apart are programs of their own and leave their parts to who reads them; else one program adds them up.
+    A weight in int8 is scaled by its rows.
     """
     output_M = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     row_N = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -51,12 +53,18 @@ def invariant_product(
             real_1K = (channel_K < channels)[None, :]
             weight_MK = tl.load(weight_M1 + channel_K[None, :], mask=real_1K, other=0.0, eviction_policy="evict_first")
             inputs_NK = tl.load(inputs_N1 + channel_K[None, :], mask=real_N1 & real_1K, other=0.0)
+        if SCALED:
+            weight_MK = weight_MK.to(inputs.dtype.element_ty)
         part_MN = tl.dot(weight_MK, tl.trans(inputs_NK), part_MN, input_precision=PRECISION)
         if SPLITS > 1 and not APART:  # noqa: SIM102 - known when this is compiled, unlike what follows
             if (step + 1) % steps_per_split == 0 or step + 1 == steps:
+                if SCALED:
+                    part_MN *= tl.load(scales + tl.minimum(output_M, outputs - 1))[:, None]
                 total_MN += part_MN
                 part_MN = tl.zeros_like(part_MN)
     if SPLITS == 1 or APART:
+        if SCALED:
+            part_MN *= tl.load(scales + tl.minimum(output_M, outputs - 1))[:, None]
         total_MN += part_MN
     place_N = row_N.to(tl.int64)
     if APART:

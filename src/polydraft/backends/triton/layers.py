@@ -7,7 +7,7 @@ costs what the text of the moment costs, whatever the size of the buffers, so th
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,6 +28,7 @@ from polydraft.models.cache import SlotCache
 from polydraft.models.families import steady_positions
 from polydraft.models.hf import HFModel
 from polydraft.models.hf_context import HFContext
+from polydraft.models.quantised import Int8Body, Int8Layer, Int8Linear, Int8Weight, is_int8_llama, multiply_int8
 from polydraft.operations import implements
 from polydraft.trees import Block, causal_block
 
@@ -80,9 +81,9 @@ class FusedBody(FastBody):
 
     def __init__(
         self,
-        body: LeanBody,
+        body: LeanBody | Int8Body,
         invariant: bool = False,
-        product: Callable[[Tensor, Tensor, Tensor | None], Tensor] | None = None,
+        product: Callable[[Tensor, Any, Tensor | None], Tensor] | None = None,
     ) -> None:
         self._body, self.variance = body, _variance(body)
         self.invariant = invariant and self.variance is None
@@ -98,7 +99,8 @@ class FusedBody(FastBody):
         turns = self._turns(hidden_BTF, positions_BT, cache.capacity)
         delta_BTF, tapped = None, []
         sight = self._sight(view, positions_BT) if self.invariant else None
-        for number, layer in enumerate(self._body.layers):
+        layers: Sequence[LeanLayer | Int8Layer] = self._body.layers
+        for number, layer in enumerate(layers):
             hidden_BTF, normed_BTF = add_norm(hidden_BTF, delta_BTF, layer.input_norm.weight, layer.input_norm.variance_epsilon)
             if number in taps:
                 tapped.append(hidden_BTF)
@@ -151,7 +153,7 @@ class FusedBody(FastBody):
 
         return read
 
-    def product(self, input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
+    def product(self, input_BTX: Tensor, weight_FX: Any, bias_F: Tensor | None) -> Tensor:
         """Multiply inputs by weights as the body does."""
         return self._product(input_BTX, weight_FX, bias_F)
 
@@ -170,7 +172,7 @@ class FusedBody(FastBody):
 
     def _attended(
         self,
-        layer: LeanLayer,
+        layer: LeanLayer | Int8Layer,
         normed_BTF: Tensor,
         turns: Turns,
         view: TreeView,
@@ -198,6 +200,9 @@ class FusedBody(FastBody):
             if self.invariant:
                 return invariant_parts(input_BTX, layer.weight, layer.bias)
             return self.product(input_BTX, layer.weight, layer.bias)
+        if is_product(layer, Int8Linear):
+            assert isinstance(layer, Int8Linear)
+            return invariant_parts(input_BTX, layer.held[0], layer.bias, scales_F=layer.held[1])
         output_BTF: Tensor = layer(input_BTX)
         return output_BTF
 
@@ -232,19 +237,36 @@ def vector_product(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) 
     return output_BTF
 
 
+def int8_linear(input_BTX: Tensor, weight: Int8Weight, bias_F: Tensor | None) -> Tensor:
+    """Return the product with some weights in int8."""
+    return invariant_parts(input_BTX, weight.data_FX, bias_F, most_apart=0, scales_F=weight.scales_F)[0]
+
+
 def _supports(model: HFModel, invariant: bool) -> bool:
-    here = model.lean is not None and kernels_run(model.lean.embedding.weight)
+    understood = model.lean is not None or is_int8_llama(model.hf_model)
+    here = understood and kernels_run(model.hf_model.base_model.norm.weight)
     return here and obstacle(model.device, model.dtype) is None
 
 
 @implements(fast_body, "triton", supports=_supports)
 def fused_body(model: HFModel, invariant: bool) -> FusedBody:
-    """Return the fused form of a model's lean body."""
-    assert model.lean is not None
+    """Return the fused form of a model's lean body, or of one in int8."""
+    if model.lean is None:
+        return FusedBody(Int8Body(model.hf_model.base_model), product=int8_linear)
     return FusedBody(model.lean, invariant)
 
 
-def _variance(body: LeanBody) -> str | None:
+def _reads_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: Tensor | None) -> bool:
+    return kernels_run(input_RX) and input_RX.shape[1] == data_FX.shape[1] and input_RX.is_contiguous()
+
+
+@implements(multiply_int8, "triton", supports=_reads_int8)
+def fused_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: Tensor | None) -> Tensor:
+    """Multiply by a weight in int8, read once for all rows."""
+    return invariant_parts(input_RX, data_FX, bias_F, most_apart=0, scales_F=scales_F, dtype=torch.float32)[0]
+
+
+def _variance(body: LeanBody | Int8Body) -> str | None:
     """Return why a body that runs fused cannot be invariant, or None."""
     if (dtype := body.embedding.weight.dtype) not in FORMATS:
         return f"it computes in bfloat16 or float32, not in {str(dtype).removeprefix('torch.')}"
