@@ -38,8 +38,8 @@ Layer = nn.Module | tuple[Tensor, Tensor | None]
 
 
 def _supports(layer: Layer, int8: bool = False) -> bool:
-    if isinstance(layer, nn.Module) and is_product(layer, Int8Linear):
-        return kernels() is not None
+    if isinstance(layer, Int8Linear):
+        return is_product(layer, Int8Linear) and layer.held[0].is_cpu and kernels() is not None
     if isinstance(layer, nn.Module) and not is_product(layer):  # hooks, an adapter
         return False
     weight_FX = _parts(layer)[0]

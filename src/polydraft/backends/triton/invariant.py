@@ -74,6 +74,8 @@ def plan_product(rows: int, outputs: int, channels: int, dtype: torch.dtype, roo
 def _usual_tile(rows: int, outputs: int, channels: int, dtype: torch.dtype) -> Tile:
     if dtype == torch.float32:  # multiplied outside the matrix units, and twice the memory
         return Tile(32, 16, 32, 2, 4) if rows <= 64 else Tile(64, 64, 32, 2, 8)
+    if dtype == torch.int8:
+        return Tile(64, 8, 256, 4, 4) if rows <= 8 else Tile(32, min(power_of_two(rows), 64), 128, 4, 2)
     splits = splits_of(outputs, channels)
     # Where multiprocessors have several programs each, these hide each other's waiting.
     crowded = outputs > 2 * 64 * _MULTIPROCESSORS
