@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 
 import polydraft
+import polydraft.papers
+from polydraft.draft import LOSSY_DRAFTERS
+from polydraft.draft.grams import LOSSY_TRIES, RIDERS
 
 SOURCE = Path(polydraft.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -168,9 +171,16 @@ def test_the_product_does_not_know_the_laboratory():
     assert not wrongs(wrong)
 
 
-@pytest.mark.parametrize("room", ["loading", pytest.param("hf_generate", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("room", ["loading", "hf_generate"])
+def test_whoever_loads_imports_the_papers(room):
+    """The rooms below know papers by their registries only, which importing the package fills."""
+    assert "polydraft.papers" in modules_imported(SOURCE / f"{room}.py", at_import(SOURCE / f"{room}.py"))
+    assert [*RIDERS, *LOSSY_TRIES, *LOSSY_DRAFTERS] == ["branches", "flat-blocks", "target-init"]
+
+
+@pytest.mark.slow  # a process that imports torch, to show what the test above concludes
+@pytest.mark.parametrize("room", ["loading", "hf_generate"])
 def test_what_papers_add_is_there_for_whoever_loads(room):
-    """The rooms below know papers by their registries only."""
     asked = "from polydraft.draft.grams import LOSSY_TRIES, RIDERS; from polydraft.draft import LOSSY_DRAFTERS"
     shown = "print(*RIDERS, *LOSSY_TRIES, *LOSSY_DRAFTERS)"
     script = f"import polydraft.{room}; {asked}; {shown}"

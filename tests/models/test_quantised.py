@@ -56,7 +56,7 @@ def check_texts(model, draft):
         options = {"attention_mask": torch.ones_like(tokens_BT), "pad_token_id": 0, "do_sample": False}
         expected.append(model.generate(tokens_BT, max_new_tokens=12, eos_token_id=None, **options)[0, len(prompt) :].tolist())
     target = HFModel(model)
-    for drafter in (None, TreeDrafter(HFModel(draft), parse_tree("3x2x1"))):
+    for drafter in (None, TreeDrafter(HFModel(draft, trusted=True), parse_tree("3x2x1"))):
         results = Decoder(target, drafter).generate(PROMPTS, sampling=GREEDY, max_new_tokens=12)
         assert [result.token_ids for result in results] == expected
     assert results[0].stats.tokens_per_pass > 1

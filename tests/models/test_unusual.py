@@ -62,7 +62,7 @@ def case(name, options):
 def test_texts_are_those_of_generate(model_type, options):
     model = build(model_type, **options)
     expected = [plain(model, prompt) for prompt in PROMPTS]
-    decoder = Decoder(HFModel(model), TreeDrafter(HFModel(noisy(model)), parse_tree("3x2x1")))
+    decoder = Decoder(HFModel(model), TreeDrafter(HFModel(noisy(model), trusted=True), parse_tree("3x2x1")))
     for rows in ([0], [0, 1, 2]):
         results = decoder.generate([PROMPTS[row] for row in rows], sampling=GREEDY, max_new_tokens=16)
         assert [result.token_ids for result in results] == [expected[row] for row in rows]
@@ -84,7 +84,7 @@ def test_rows_come_and_go_where_layers_have_several_shapes():
     model = build("gemma4_text")
     target = HFModel(model)
     assert isinstance(target.start(1, 8).cache, SpreadCache)
-    decoder = Decoder(target, TreeDrafter(HFModel(noisy(model)), parse_tree("2x1")))
+    decoder = Decoder(target, TreeDrafter(HFModel(noisy(model), trusted=True), parse_tree("2x1")))
     prompts = [PROMPTS[number % 3][: 2 + number] for number in range(7)]
     results = decoder.generate(prompts, sampling=GREEDY, max_new_tokens=9)
     assert [result.token_ids for result in results] == [plain(model, prompt, 9) for prompt in prompts]
