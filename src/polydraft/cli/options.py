@@ -6,6 +6,7 @@ comes at once.
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -203,6 +204,8 @@ class Loading(LoadOptions, NgramOptions, Threads):
 
     def decoder(self, *, batch: int = 1, temperature: float | None = None) -> "Decoder":
         """Load the models, for `batch` texts at a time."""
+        if self.target.endswith(".gguf") and "torch" not in sys.modules:  # importing it takes seconds, converting may take more
+            click.echo(f"reading {self.target} ...", err=True)
         from polydraft.loading import load_with
 
         prepare(self.threads)
