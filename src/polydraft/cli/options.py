@@ -202,10 +202,13 @@ class Threads:
 class Loading(LoadOptions, NgramOptions, Threads):
     """The options of commands that load a decoder."""
 
-    def decoder(self, *, batch: int = 1, temperature: float | None = None) -> "Decoder":
-        """Load the models, for `batch` texts at a time."""
+    def __post_init__(self) -> None:
         if self.target.endswith(".gguf") and "torch" not in sys.modules:  # importing it takes seconds, converting may take more
             click.echo(f"reading {self.target} ...", err=True)
+        super().__post_init__()
+
+    def decoder(self, *, batch: int = 1, temperature: float | None = None) -> "Decoder":
+        """Load the models, for `batch` texts at a time."""
         from polydraft.loading import load_with
 
         prepare(self.threads)
