@@ -6,6 +6,7 @@ comes at once.
 
 import dataclasses
 import logging
+import sys
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,6 +203,11 @@ class Threads:
 @dataclass(frozen=True, kw_only=True)
 class Loading(LoadOptions, NgramOptions, Threads):
     """The options of commands that load a decoder."""
+
+    def __post_init__(self) -> None:
+        if self.target.endswith(".gguf") and "torch" not in sys.modules:  # importing it takes seconds, converting may take more
+            click.echo(f"reading {self.target} ...", err=True)
+        super().__post_init__()
 
     def decoder(self, *, batch: int = 1, temperature: float | None = None) -> "Decoder":
         """Load the models, for `batch` texts at a time."""

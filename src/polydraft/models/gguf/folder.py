@@ -11,6 +11,7 @@ import os
 import shutil
 import tempfile
 import time
+from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,9 @@ def convert(source: Path, folder: Path, dtype: torch.dtype, shard_bytes: int = S
     """
     header = read_header(source)
     check_tokenizer(source, header)
+    kinds = Counter(tensor.type for tensor in header.tensors.values() for _ in tensor.shape[1:])
+    kind, size = ", ".join(name for name, _ in kinds.most_common(2)), header.num_weights / 1e9
+    logger.info("%s: %s, %.1fB weights in %s, %d tokens", source.name, header.architecture, size, kind, len(header.tokens))
     architecture = Architecture(source, header)
     conversion = Conversion(source, architecture, dtype, shard_bytes)
     try:
