@@ -13,7 +13,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -37,38 +37,62 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def is_adapted(model: Any) -> bool:
-    """Whether a model carries adapters, active or not."""
-    return bool(_parts(model))
-
-
 def places_of(model: Any) -> tuple[int, ...]:
     """Return the addresses of the weights: they change if the model is moved, converted, or gets new layers."""
+    return _addresses(model.parameters())
+
+
+def _addresses(weights: Iterable[Any]) -> tuple[int, ...]:
     # Weights that others have quantised may have no storage to look at.
     plain = torch.nn.Parameter
-    return tuple(weight.data_ptr() if type(weight) is plain else id(weight) for weight in model.parameters())
+    return tuple(weight.data_ptr() if type(weight) is plain else id(weight) for weight in weights)
 
 
-def mark_of(model: Any) -> Hashable:
-    """Return a mark of what the model computes: of its weights, and of how its adapters are switched."""
-    versions = tuple(0 if weight.is_inference() else weight._version for weight in model.parameters())
-    switches = tuple(
-        (
-            tuple(part.active_adapters),
-            bool(part.disable_adapters),
-            tuple(part.merged_adapters),
-            tuple(getattr(part, "scaling", {}).items()),
+class Weights:
+    """What a model computes with: its weights, and the layers in which adapters are.
+
+    Found once, as walking through all modules takes milliseconds; PEFT leaves word on the model when it puts another one on.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model, self._adapters = model, _adapters(model)
+        self._weights = list(model.parameters())
+        switched = ("active_adapters", "merged_adapters")
+        found = model.modules() if self._adapters else ()
+        self._layers = [layer for layer in found if all(hasattr(layer, name) for name in switched)]
+        self.places = _addresses(self._weights)
+        """Where the weights were at first."""
+
+    @property
+    def adapted(self) -> bool:
+        """Whether there are adapters, active or not."""
+        return bool(self._layers)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the weights are where they were, and the adapters those that there were."""
+        now = _adapters(self._model)
+        same = now.keys() == self._adapters.keys() and all(now[name] is self._adapters[name] for name in now)
+        return same and _addresses(self._weights) == self.places
+
+    def mark(self) -> Hashable:
+        """Return a mark that changes when weights do, or when an adapter is switched."""
+        versions = tuple(0 if weight.is_inference() else weight._version for weight in self._weights)
+        switches = tuple(
+            (
+                tuple(layer.active_adapters),
+                bool(layer.disable_adapters),
+                tuple(layer.merged_adapters),
+                tuple(getattr(layer, "scaling", {}).items()),
+            )
+            for layer in self._layers
         )
-        for part in _parts(model)
-    )
-    return places_of(model), versions, switches
+        return self.places, versions, switches
 
 
-def _parts(model: Any) -> list[Any]:
-    """Return the layers in which adapters are."""
-    if not getattr(model, "peft_config", None):  # PEFT leaves it on every model that it has put an adapter on
-        return []
-    return [part for part in model.modules() if hasattr(part, "active_adapters") and hasattr(part, "merged_adapters")]
+def _adapters(model: Any) -> dict[str, Any]:
+    """Return the adapters on a model, by name."""
+    return dict(getattr(model, "peft_config", None) or {})
 
 
 def check_adapter(folder: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from polydraft.errors import PolydraftError, UsageError
-from polydraft.models.adapters import is_adapted, mark_of, places_of
+from polydraft.models.adapters import Weights
 from polydraft.models.bodies import fast_body, kernel_obstacle, lean_body
 from polydraft.models.cache import SlotCache, stored_layers
 from polydraft.models.check import check_habits
@@ -105,7 +105,7 @@ class HFModel(LanguageModel):
             self.output = OutputHead(self, self.vocabulary)
         if endless and goes_on:
             self.max_positions = None
-        self._places = places_of(model)
+        self._weights = Weights(model)  # the passes chosen may have laid them out anew
 
     def _describe(self, model: Any, name: str | None) -> None:
         """Take note of what the model is: sizes, limits, habits."""
@@ -146,7 +146,7 @@ class HFModel(LanguageModel):
         """Find out how passes run: whole by a backend, by shorter code of ours, or by the model's own."""
         self._positions = told_positions(model)
         self.masks = Masks(self.config, self.dtype, self.window, self._positions, self.recurrence is not None)
-        self.adapted = is_adapted(model)
+        self.adapted = Weights(model).adapted
         """Whether adapters work on its layers: it then runs by its own modules, as these may be switched at any time."""
         lean = lean and not self.adapted and self.spread is None and self._split_head and len(self.masks.kinds) == 1
         with torch.no_grad():
@@ -166,7 +166,7 @@ class HFModel(LanguageModel):
         """
         if self.hf_model.training:
             raise in_training("model")
-        if places_of(self.hf_model) != self._places:
+        if not self._weights.is_current:
             if (home_device(self.hf_model), self.hf_model.dtype) != (self.device, self.dtype):
                 raise UsageError(
                     f"model {self.name!r} was in {self.dtype} on {self.device} and was moved or converted; make a decoder anew"
@@ -176,8 +176,8 @@ class HFModel(LanguageModel):
             self._choose_passes(self.hf_model, *self._asked)
             self.output = OutputHead(self, self.vocabulary)
             self._choose_linears()
-            self._places = places_of(self.hf_model)
-        return mark_of(self.hf_model)
+            self._weights = Weights(self.hf_model)
+        return self._weights.mark()
 
     def _gpt_neo(self, model: Any) -> GPTNeoBody | None:
         if self.config.model_type != GPT_NEO:

@@ -77,12 +77,7 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
 def new_head(shape: HeadShape, target: HFModel, vocabulary: PartialVocabulary | None, name: str) -> FeatureHead:
     """Build an untrained head on a target's tables."""
     ends = target.hf_model.get_input_embeddings(), target.hf_model.get_output_embeddings()
-    if target.quantised_by is not None and any(type(getattr(end, "weight", None)) is not torch.nn.Parameter for end in ends):
-        raise UsageError(
-            f"a feature head reads the tables of target {target.name!r}, which are quantised by {target.quantised_by}; use a "
-            "draft model"
-        )
-    tables = [end.weight for end in ends]
+    tables = [end.weight for end in ends] if target.quantised_by is None else [_unpacked(end, target) for end in ends]
     # An inflated target's tables are wider than its features.
     if any(table.is_meta or type(table).__name__ == "DTensor" for table in tables):
         raise UsageError(f"a feature head reads the tables of target {target.name!r}, but {target.spread}; use a draft model")
@@ -90,6 +85,20 @@ def new_head(shape: HeadShape, target: HFModel, vocabulary: PartialVocabulary | 
     head = FeatureHead(shape, embedding_VH, output_VH, vocabulary, name)
     head.native = target.native and target.fast is not None and is_host(target.device)  # as the target itself
     return head
+
+
+def _unpacked(end: Any, target: HFModel) -> Any:
+    """Return the table of an embedding or an output head that somebody else may have quantised, as numbers."""
+    try:
+        weight = end.weight
+        table = weight if type(weight) is torch.nn.Parameter else weight.dequantize()
+        assert table.is_floating_point() and len(table) == target.vocab_size
+    except Exception:  # there is no weight, or what it is packed in cannot be unpacked alone
+        raise UsageError(
+            f"a feature head reads the tables of target {target.name!r}, which {target.quantised_by} has packed; use a draft "
+            "model"
+        ) from None
+    return table
 
 
 def save_head(head: FeatureHead, folder: Path, fingerprint: str, details: dict[str, Any]) -> None:
