@@ -15,6 +15,8 @@ from typing import Any
 
 _MOST_SHOWN = 80
 """Characters of a wrong value that a message repeats."""
+_MOST_SAID = 200
+"""Characters of another library's error."""
 
 
 class PolydraftError(Exception):
@@ -43,6 +45,12 @@ def shown(value: Any) -> str:
         return f"a number of {value.bit_length()} bits"
     text = " ".join(repr(value).split())
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what an error says, or its type where it says nothing."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:_MOST_SAID]
 
 
 def duration(seconds: float) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from polydraft.devices import captures, cpu_facts, cpu_name
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, first_line
 from polydraft.models.fingerprint import digest_of, model_fingerprint
 from polydraft.models.inflated import source_name
 from polydraft.options import AUTO, LoadOptions
@@ -150,7 +150,7 @@ def tuned(
             "none, or auto"
         ) from None
     except ValueError as error:  # broken JSON too
-        logger.warning("profile %s is ignored (%s); run polydraft tune again", file, str(error).splitlines()[0])
+        logger.warning("profile %s is ignored (%s); run polydraft tune again", file, first_line(error))
         return None
     here = origin_of(options, draft, place, number_format)
     for name, value in here.items():

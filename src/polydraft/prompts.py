@@ -16,7 +16,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from polydraft.errors import UsageError, unknown_name
+from polydraft.errors import UsageError, first_line, unknown_name
 
 BUILTIN = "builtin"
 """The source that needs neither a file nor the network."""
@@ -204,7 +204,7 @@ def _loads(content: str, place: str | None, source: str) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", None) or _first_line(error)
+        reason = getattr(error, "msg", None) or first_line(error)
         column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
         where = place or f"line {getattr(error, 'lineno', 1)}"
         raise UsageError(
@@ -320,7 +320,7 @@ def _read_text(path: str, source: str) -> str:
     except IsADirectoryError:
         raise UsageError(f"prompt source {source!r} is a directory; {_ALLOWED}; name a file in it") from None
     except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or _first_line(error)
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise UsageError(
             f"prompt file {source!r} cannot be read ({reason}); {_ALLOWED}; check the file and its permissions"
         ) from None
@@ -328,9 +328,8 @@ def _read_text(path: str, source: str) -> str:
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
-            reason = _first_line(error)
             raise UsageError(
-                f"prompt file {source!r} is broken ({reason}); allowed: a complete gzip file; download it again"
+                f"prompt file {source!r} is broken ({first_line(error)}); allowed: a complete gzip file; download it again"
             ) from None
     try:
         return content.decode("utf-8-sig")  # with or without a byte order mark
@@ -359,15 +358,9 @@ def _load_from_hub(source: str) -> list[Prompt]:
         rows: Any = datasets.load_dataset("/".join(parts[:2]), config, split=split or None)
     except Exception as error:  # the hub's client, its HTTP library and each dataset's reader raise what they like
         raise UsageError(
-            f"prompt source {source!r} cannot be loaded ({_first_line(error)}); "
+            f"prompt source {source!r} cannot be loaded ({first_line(error)}); "
             f"allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]; check the name, the split and the network, or give a file"
         ) from None
     if isinstance(rows, dict):  # no split was asked for: all of them
         rows = rows["test"] if "test" in rows else next(iter(rows.values()), ())
     return _from_records(((f"record {number}", row) for number, row in enumerate(rows, start=1)), source)
-
-
-def _first_line(error: Exception) -> str:
-    """Return the first line of an error's message."""
-    lines = str(error).strip().splitlines()
-    return lines[0][:200] if lines else type(error).__name__

@@ -14,7 +14,7 @@ from polydraft.cli.terminal import TokenPrinter, figures_table
 from polydraft.devices import captures
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Generation, Stats
-from polydraft.errors import FailureError
+from polydraft.errors import FailureError, first_line
 from polydraft.models.generation_defaults import GenerationDefaults
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams, was_asked
@@ -106,7 +106,7 @@ def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | No
         _, first = run(1)
         found, seconds = run(task.choices.max_new_tokens)
     except Exception as error:  # whatever a model's own code raises: the comparison goes on without it
-        click.echo(f"{HUGGING_FACE} failed and is left out: {str(error).splitlines()[0] if str(error) else error!r}", err=True)
+        click.echo(f"{HUGGING_FACE} failed and is left out: {first_line(error)}", err=True)
         return None
     count = len(found)
     # The first token comes with the prompt; this is how long all would take at the pace of the others.

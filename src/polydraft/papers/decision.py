@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from polydraft.draft.stopping_builder import Decision
-from polydraft.errors import FailureError, UsageError
+from polydraft.errors import FailureError, UsageError, first_line
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.heads.head_folder import check_header, weightless
 
@@ -210,7 +210,7 @@ def load_decision(name: str, draft: LanguageModel | FeatureHead, threshold: floa
         kind = DecisionKind(config["kind"])
         shape = DecisionShape(kind=kind, inputs=int(config["inputs"]), width=int(config["width"]))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise UsageError(
             f"{name!r} is not a decision model ({reason}); give a folder made by polydraft train decision, or auto"
         ) from None
@@ -224,6 +224,7 @@ def load_decision(name: str, draft: LanguageModel | FeatureHead, threshold: floa
         model = DecisionModel(shape, threshold)
         model.load_state_dict(load_file(folder / "model.safetensors"))
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise FailureError(f"cannot read the weights of decision model {name!r} ({reason}); train it again") from None
+        raise FailureError(
+            f"cannot read the weights of decision model {name!r} ({first_line(error)}); train it again"
+        ) from None
     return model.to(draft.device).requires_grad_(False).eval()

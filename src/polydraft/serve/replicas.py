@@ -21,7 +21,7 @@ from ray.serve.request_router import PendingRequest, RequestRouter, RunningRepli
 from starlette.types import Message, Receive, Scope, Send
 
 from polydraft.described import options_in
-from polydraft.errors import FailureError, unknown_name
+from polydraft.errors import FailureError, first_line, unknown_name
 from polydraft.loading import load_with
 from polydraft.options import LoadOptions
 from polydraft.serve.app import make_app
@@ -158,7 +158,7 @@ class Front:
             started, error = work.result()
             if error is None:
                 return
-            _LOGGER.error("a replica did not answer: %s", str(error).splitlines()[0] if str(error) else type(error).__name__)
+            _LOGGER.error("a replica did not answer: %s", first_line(error))
             lost = RequestError("replica_lost")
             if started:
                 await send({"type": "http.response.body", "body": error_event(lost)})

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, first_line
 from polydraft.models.bundled import BUNDLED, bundled_folder
 from polydraft.models.loading import Loaded, check_name, hub_options, load_model
 from polydraft.ngrams import tokenizer_fingerprint
@@ -77,8 +77,7 @@ def load_tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(folder, **hub_options(folder))
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UsageError(f"cannot load tokenizer {name!r} ({reason}); allowed: {allowed}") from None
+        raise UsageError(f"cannot load tokenizer {name!r} ({first_line(error)}); allowed: {allowed}") from None
 
 
 def _count_files(settings: CorpusCacheSettings, tokenizer: Any, counter: GramCounter, observer: Observer) -> None:

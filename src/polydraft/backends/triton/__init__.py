@@ -10,6 +10,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from polydraft.errors import first_line
+
 _LOGGER = logging.getLogger("polydraft")
 _COMPILED_SECONDS = 0.3
 """Compiling the smallest kernel takes longer than that, finding it in Triton's cache does not."""
@@ -62,7 +64,7 @@ def triton_obstacle(device: torch.device) -> str | None:
     try:
         seconds = _first_seconds[device] = _launch_one(device)
     except Exception as error:  # a missing C compiler most often, but Triton fails in many ways
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        reason = first_line(error)
         _LOGGER.warning("Triton cannot compile on this machine, so decoding runs without our GPU kernels, slower: %s", reason)
         return f"Triton cannot compile here ({reason})"
     if seconds > _COMPILED_SECONDS:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from polydraft.defaults import default_draft
 from polydraft.engine import Decoder
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, first_line
 from polydraft.lab.analyze._distributions import Distributions, Observer, collect
 from polydraft.lab.analyze.comparison import Comparison, Row, takes, work
 from polydraft.lab.analyze.settings import AnalyzeSettings
@@ -101,7 +101,7 @@ class DistributionStore:
                 header = opened.metadata() or {}
                 target_RV, draft_RV, prompt_R = (opened.get_tensor(name) for name in _NAMES)
         except (OSError, SafetensorError, ValueError) as error:
-            logger.info("%s cannot be read (%s): collecting its distributions again", file, str(error).splitlines()[0])
+            logger.info("%s cannot be read (%s): collecting its distributions again", file, first_line(error))
             return None
         if header != _header(origin, target_RV, draft_RV, prompt_R):
             logger.info("%s does not hold what it should: collecting its distributions again", file)

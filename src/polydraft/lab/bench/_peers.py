@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from polydraft.devices import captures
-from polydraft.errors import FailureError, UsageError
+from polydraft.errors import FailureError, UsageError, first_line
 from polydraft.lab.bench.libllama import VARIABLE, LlamaCpp, find_build, find_wheel
 from polydraft.lab.bench.method import METHODS, Bench, Method, MethodSpec, Token, Tokens
 from polydraft.models.bundled import BUNDLED, weights_file
@@ -255,9 +255,8 @@ def _llama_cpp_library() -> Any:
     try:
         import llama_cpp
     except (ImportError, OSError, RuntimeError) as problem:  # its shared library can be missing or another machine's
-        reason = str(problem).splitlines()[0][:200]
         raise UsageError(
-            f"method 'llama.cpp' needs the package llama-cpp-python, which cannot be loaded ({reason}); "
+            f"method 'llama.cpp' needs the package llama-cpp-python, which cannot be loaded ({first_line(problem)}); "
             f"get it with: pip install llama-cpp-python, or give a build of llama.cpp with lib=PATH or {VARIABLE}"
         ) from None
     return llama_cpp

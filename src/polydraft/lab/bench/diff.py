@@ -7,7 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, first_line
 from polydraft.lab.bench import BASELINE, SCHEMA
 from polydraft.lab.bench.report.values import finite, interval
 
@@ -90,8 +90,7 @@ def load_results(path: Path) -> dict[str, Any]:
             f"cannot read {file}: {reason}; give a results.json, or the folder of `polydraft bench --out`"
         ) from None
     except ValueError as error:  # not UTF-8, or not JSON
-        first = str(error).splitlines()[0]
-        raise UsageError(f"{file} is not JSON ({first}); give a results.json of `polydraft bench`") from None
+        raise UsageError(f"{file} is not JSON ({first_line(error)}); give a results.json of `polydraft bench`") from None
     if not isinstance(results, dict) or not isinstance(results.get("methods"), dict):
         raise UsageError(f"{file} holds no benchmark results; give a results.json of `polydraft bench`")
     if results.get("schema") != SCHEMA:

@@ -16,7 +16,7 @@ from ctypes import c_bool, c_char_p, c_float, c_int32, c_size_t, c_uint32, c_uin
 from pathlib import Path
 from typing import Any
 
-from polydraft.errors import FailureError, UsageError
+from polydraft.errors import FailureError, UsageError, first_line
 from polydraft.sampling import SamplingParams
 
 VARIABLE = "POLYDRAFT_LLAMA_CPP"
@@ -116,9 +116,7 @@ def _opened(file: Path) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(file))
     except OSError as problem:
-        raise UsageError(
-            f"cannot load {str(file)!r} ({str(problem).splitlines()[0][:200]}); build it on this machine"
-        ) from None
+        raise UsageError(f"cannot load {str(file)!r} ({first_line(problem)}); build it on this machine") from None
     for name, (result, arguments) in _FUNCTIONS.items():
         try:
             function = getattr(library, name)
