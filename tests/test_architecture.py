@@ -41,6 +41,7 @@ ROOMS = [
     "defaults",
     "profile",
     "backends",
+    "automatic",
     "loading",
     "hf_generate",
     "certify",

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from polydraft.models.bundled import BUNDLED
+from polydraft.models.heads.known import known_draft
 from polydraft.models.inflated import source_name
 from polydraft.options import AUTO, BY_LOAD
 
@@ -39,14 +40,19 @@ class Default:
     asked: tuple[Asked, ...] = tuple(Asked)
     bundled_only: bool = False
     """Whether it is for the bundled target alone, whatever the draft."""
+    copy_only: bool = False
+    """Whether it is for an int8 copy of the target as its draft."""
 
-    def fits(self, *, gpu: bool, dtype: str, asked: Asked, bundled: bool) -> bool:
+    def fits(self, *, gpu: bool, dtype: str, asked: Asked, bundled: bool, copy: bool) -> bool:
         """Whether it is for this case."""
         right_format = self.full in (None, dtype in _FULL)
-        return gpu == self.gpu and right_format and asked in self.asked and (bundled or not self.bundled_only)
+        right_pair = (bundled or not self.bundled_only) and (copy or not self.copy_only)
+        return gpu == self.gpu and right_format and asked in self.asked and right_pair
 
 
 DEFAULTS = (
+    # A level of the target's own copy takes more than half of a pass: few levels pay, and each is nearly always accepted.
+    Default(gpu=True, asked=(Asked.NOTHING, Asked.DRAFTER), copy_only=True, tree=f"{BY_LOAD}2x1x1"),
     # On a GPU a pass over 64 nodes costs little more than one over a single token. Beside the bundled model, which is small,
     # levels of the draft are not cheap.
     Default(gpu=True, asked=(Asked.NOTHING,), bundled_only=True, tree=f"dynamic:32:6:fixed/{BY_LOAD}4x2x1x1x1"),
@@ -62,7 +68,9 @@ DEFAULTS = (
 """Trees by default; the first one that fits counts."""
 
 
-def default_tree(*, gpu: bool, dtype: str, asked: Asked = Asked.NOTHING, target: str = "", shared: bool = False) -> str:
+def default_tree(
+    *, gpu: bool, dtype: str, asked: Asked = Asked.NOTHING, target: str = "", shared: bool = False, copy: bool = False
+) -> str:
     """Return the tree that ``"auto"`` means.
 
     Parameters
@@ -75,17 +83,19 @@ def default_tree(*, gpu: bool, dtype: str, asked: Asked = Asked.NOTHING, target:
         Its name.
     shared : bool
         Whether several processes compute one model: they must decide alike, so nothing may depend on what one of them times.
+    copy : bool
+        Whether the draft is an int8 copy of the target.
     """
     if shared and not gpu and asked != Asked.FEW_CHILDREN:
         asked = Asked.RULES
     bundled = target == BUNDLED
-    found = next(one.tree for one in DEFAULTS if one.fits(gpu=gpu, dtype=dtype, asked=asked, bundled=bundled))
+    found = next(one.tree for one in DEFAULTS if one.fits(gpu=gpu, dtype=dtype, asked=asked, bundled=bundled, copy=copy))
     return found.replace(BY_LOAD, "") if shared else found
 
 
 def default_draft(target: str) -> str:
-    """Return the draft that ``"auto"`` means for a target: the one that ships for it, or none."""
-    return SHIPPED_DRAFT if source_name(target) == BUNDLED else NONE
+    """Return the draft that is known for a target: the one that ships for it, a head beside it, one trained for it, or none."""
+    return SHIPPED_DRAFT if source_name(target) == BUNDLED else known_draft(target) or NONE
 
 
 def asked_for(scheme: str, walk: str, drafter: str = AUTO, lossy: str | None = None) -> Asked:

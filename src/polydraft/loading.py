@@ -6,6 +6,7 @@ import logging
 import torch
 
 import polydraft.papers  # noqa: F401 - they register what they add
+from polydraft.automatic import automatic_draft, leaves_all_open
 from polydraft.defaults import NONE, asked_for, default_draft, default_tree
 from polydraft.described import described_by
 from polydraft.devices import is_host
@@ -49,11 +50,14 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
     """
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
     check_device_map(options.device_map, options.device)
-    left_open = options.tree == AUTO
+    left_open, all_open = options.tree == AUTO, leaves_all_open(options)
     if not isinstance(options.target, str):
         loaded = load_given(options.target, options.tokenizer, options.native, options.invariant)
         _check_place(options, loaded)
         _say_defaults(loaded, options.generation_config)
+        if leaves_all_open(options):
+            options, draft = automatic_draft(options, loaded)
+            return make_decoder(options, loaded, draft, pauses=True)
         options = _resolved(options, loaded.model.device, loaded.model.dtype)
         return make_decoder(options, loaded, load_draft(options.draft, loaded), pauses=left_open)
     options = resolved(options, batch=batch, temperature=temperature)
@@ -67,8 +71,11 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
     others = options.device_map, options.native, options.invariant, options.adapter
     loaded = load_model(options.target, place, number_format, *others)
     _say_defaults(loaded, options.generation_config)
-    pauses = left_open and options.device_map != TENSOR_PARALLEL
-    return make_decoder(options, loaded, load_draft(options.draft, loaded), pauses=pauses)
+    if all_open and options.draft == NONE:
+        options, draft = automatic_draft(options, loaded)
+    else:
+        draft = load_draft(options.draft, loaded)
+    return make_decoder(options, loaded, draft, pauses=left_open and options.device_map != TENSOR_PARALLEL)
 
 
 def resolved(options: LoadOptions, *, batch: int = 1, temperature: float | None = None) -> LoadOptions:

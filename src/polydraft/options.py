@@ -34,10 +34,10 @@ class PairOptions:
 
     `load` also takes a model of transformers or peft that is loaded already."""
     draft: Any = field(default=AUTO, kw_only=False)
-    """Draft model: a folder or hub name, early-exit:k (first k layers of the target), none, or auto.
+    """Draft: a folder or hub name, int8 (the target's own weights in int8), early-exit:k (its first k layers), none, or auto.
 
-    A draft must share the target's tokenizer. ``"auto"`` is the draft that ships for the target, or none. `load` also takes a
-    model that is loaded already."""
+    A draft must share the target's tokenizer. ``"auto"`` is the head that ships for the target, lies beside it or was trained
+    for it; else its int8 copy where memory allows, or n-grams of the text. `load` also takes a model that is loaded already."""
 
     def __post_init__(self) -> None:
         for name in ("target", "draft"):

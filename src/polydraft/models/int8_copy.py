@@ -8,6 +8,7 @@ import copy
 from typing import Any
 
 import torch
+from torch import nn
 
 from polydraft.devices import is_host
 from polydraft.errors import UsageError
@@ -34,6 +35,11 @@ class Int8Copy(HFModel):
             twin = copy.deepcopy(target.hf_model, {id(tensor): tensor for tensor in tensors})
         super().__init__(quantise(twin, keep=True), NAME, native=True, invariant=False, trusted=True)
         self.max_positions = target.max_positions
+
+
+def copy_bytes(target: Any) -> int:
+    """Return what a copy takes: a byte for each weight of a linear layer."""
+    return sum(part.weight.numel() for part in target.hf_model.modules() if type(part) is nn.Linear)
 
 
 def copy_obstacle(target: Any) -> str | None:

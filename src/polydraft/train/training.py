@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from polydraft.errors import FailureError, UsageError
+from polydraft.models.heads.known import remember_draft
 from polydraft.models.loading import Loaded
 from polydraft.output import check_empty, check_folder, check_same, partial_folder, read_settings, written_whole
 from polydraft.sampling import PartialVocabulary
@@ -89,6 +90,7 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
         _write_card(out, settings, corpus, acceptance, pupil, command)
     except (OSError, SafetensorError) as error:
         raise FailureError(f"cannot write the draft to {out} ({error}); free some space and run again with --resume") from None
+    remember_draft(settings.target, out)
     return out
 
 

@@ -1,0 +1,45 @@
+"""Which draft is known for a target: one that lies beside it, or one that was trained for it on this machine."""
+
+import json
+from pathlib import Path
+
+from polydraft.models.fingerprint import digest_of
+from polydraft.models.heads.eagle3 import is_eagle3
+from polydraft.models.heads.head_folder import is_head
+from polydraft.output import cache_root, written_whole
+
+
+def known_draft(target: str) -> str | None:
+    """Return the folder of a head for a target; None where none is known.
+
+    It may be called ``head`` inside the target's folder, or ``NAME-head`` beside the target's folder or GGUF file.
+    """
+    path = Path(target)
+    own = path.with_suffix("") if path.is_file() else path
+    near = [own / "head", own.with_name(f"{own.name}-head")] if path.exists() and own.name else []
+    found = next((folder for folder in (*near, *_remembered(target)) if is_head(folder) or is_eagle3(folder)), None)
+    return None if found is None else str(found)
+
+
+def remember_draft(target: str, folder: Path) -> None:
+    """Take note of a head that was trained for a target, where the cache can be written to."""
+    file = _file(target)
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with written_whole(file) as partial:
+            partial.write_text(json.dumps({"target": target, "draft": str(folder.resolve())}) + "\n", encoding="utf-8")
+    except OSError:
+        return
+
+
+def _remembered(target: str) -> list[Path]:
+    try:
+        return [Path(json.loads(_file(target).read_text(encoding="utf-8"))["draft"])]
+    except (OSError, ValueError, LookupError, TypeError):
+        return []
+
+
+def _file(target: str) -> Path:
+    path = Path(target)
+    name = str(path.resolve()) if path.exists() else target
+    return cache_root() / "trained" / f"{digest_of(name)}.json"

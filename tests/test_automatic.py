@@ -1,0 +1,84 @@
+"""What draft="auto" means for a model of one's own."""
+
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+import polydraft
+from polydraft.automatic import automatic_draft
+from polydraft.defaults import default_draft
+from polydraft.models.heads.known import remember_draft
+from polydraft.models.int8_copy import Int8Copy
+from polydraft.models.loading import load_model
+from polydraft.models.placement import resolve_device, resolve_dtype
+from polydraft.options import LoadOptions
+from polydraft.sampling import SamplingParams
+
+GREEDY = SamplingParams(temperature=0)
+SHIPPED = Path(polydraft.__file__).parent / "drafts" / "smollm2-head"
+
+
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+    caplog.set_level(logging.INFO, logger="polydraft")
+    return caplog
+
+
+def test_a_model_without_a_draft_has_its_own_copy(roomy: str, said: pytest.LogCaptureFixture) -> None:
+    ours, plain = polydraft.load(roomy, dtype="float32"), polydraft.load(roomy, "none", dtype="float32")
+    assert isinstance(ours.drafter.model, Int8Copy)
+    assert "its own weights in int8 draft" in said.text and "polydraft train head --target" in said.text
+    assert len([one for one in said.records if "no draft" in one.message]) == 1  # nothing is said where none was asked for
+    texts = [decoder.generate("Good morning", sampling=GREEDY, max_new_tokens=40).token_ids for decoder in (ours, plain)]
+    assert texts[0] == texts[1]
+
+
+def test_so_does_one_that_is_loaded_already(roomy: str) -> None:
+    model = AutoModelForCausalLM.from_pretrained(roomy).eval()
+    assert isinstance(polydraft.load(model).drafter.model, Int8Copy)
+
+
+def test_a_target_in_int8_has_ngrams(roomy: str, said: pytest.LogCaptureFixture) -> None:
+    ours = polydraft.load(roomy, dtype="int8")
+    assert ours.drafter.name == "suffix" and "in int8 itself: n-grams of the text draft where they pay" in said.text
+    assert ours.generate("abcabcabc", sampling=GREEDY, max_new_tokens=8).token_ids
+
+
+def test_whatever_is_asked_for_is_done(roomy: str) -> None:
+    assert polydraft.load(roomy, "none", dtype="float32").drafter.name == "none"
+    assert polydraft.load(roomy, dtype="float32", drafter="lookup").drafter.name == "lookup"
+    assert polydraft.load(roomy, dtype="float32", tree="none").drafter.name == "none"
+
+
+def test_no_copy_where_memory_is_short(roomy: str, said: pytest.LogCaptureFixture) -> None:
+    place = resolve_device("cpu")
+    loaded = load_model(roomy, place, resolve_dtype("float32", place))
+    options, draft = automatic_draft(LoadOptions(roomy), loaded, free=1000)
+    assert draft is None and options.drafter == "suffix"
+    assert "GB of memory that are free" in said.text
+
+
+def test_a_head_beside_the_target_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
+    target, file = tmp_path / "mine", tmp_path / "other.gguf"
+    target.mkdir()
+    file.touch()
+    assert default_draft(str(target)) == default_draft(str(file)) == "none"
+    for folder in ("mine-head", "other-head"):
+        shutil.copytree(SHIPPED, tmp_path / folder)
+    assert default_draft(str(target)) == str(tmp_path / "mine-head")
+    assert default_draft(str(file)) == str(tmp_path / "other-head")
+    shutil.move(tmp_path / "mine-head", target / "head")
+    assert default_draft(str(target)) == str(target / "head")
+
+
+def test_a_head_that_was_trained_for_the_target_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(SHIPPED, tmp_path / "trained")
+    remember_draft("org/model", tmp_path / "trained")
+    assert default_draft("org/model") == str(tmp_path / "trained")
+    shutil.rmtree(tmp_path / "trained")
+    assert default_draft("org/model") == "none"
