@@ -162,13 +162,12 @@ def _blocks(source: int, tensor: GgufTensor, start: int = 0, end: int | None = N
     row_bytes = tensor.num_bytes // rows
     end = rows if end is None else end
     wanted = (end - start) * row_bytes
-    content = bytearray(wanted)
-    view, done = memoryview(content), 0
-    while done < wanted:  # systems read at most 2 GB at a time
-        count = os.preadv(source, [view[done:]], tensor.start + start * row_bytes + done)
-        if count == 0:
+    content = bytearray()
+    while len(content) < wanted:  # systems read at most 2 GB at a time
+        part = os.pread(source, wanted - len(content), tensor.start + start * row_bytes + len(content))
+        if not part:
             raise OSError(f"{tensor.name} ends too early")
-        done += count
+        content += part
     return np.frombuffer(content, np.uint8).reshape(end - start, row_bytes)
 
 

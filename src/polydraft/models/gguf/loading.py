@@ -40,6 +40,7 @@ def load_converted(folder: Path) -> tuple[Any, dict[str, Any]]:
         None, config=config, state_dict=tensors, dtype=config.dtype, output_loading_info=True
     )
     model.config.tie_word_embeddings = tied
+    model.name_or_path = model.config.name_or_path = str(folder)
     for module, pair in held.items():
         model.set_submodule(module, Int8Linear(model.get_submodule(module), pair))
     for name, table in blocks.items():
