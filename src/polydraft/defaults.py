@@ -7,6 +7,7 @@ from enum import StrEnum
 from polydraft.models.bundled import BUNDLED
 from polydraft.models.heads.known import known_draft
 from polydraft.models.inflated import source_name
+from polydraft.models.int8_copy import NAME as INT8
 from polydraft.options import AUTO, BY_LOAD
 
 SHIPPED_DRAFT = "smollm2-head"
@@ -128,7 +129,8 @@ PAIRS = (
     Pair("your own pair", "your target with a head, a draft model or `early-exit:k`", draft="your draft"),
     Pair("n-grams too", "n-grams beside a draft (`--drafter lookup+model`)", draft="your draft", drafter="lookup+model"),
     Pair("n-grams alone", "n-grams alone (`--drafter lookup`)", drafter="lookup"),
-    Pair("no draft", "your target alone"),
+    Pair("your model alone", "your target alone: its weights in int8 draft (`--draft int8`)", draft=INT8),
+    Pair("int8 model alone", "your target alone, in int8: n-grams draft", drafter="suffix"),
 )
 PLACES = {"GPU": (True, "bfloat16"), "CPU, bfloat16": (False, "bfloat16"), "CPU, float32 or int8": (False, "float32")}
 VERIFIERS = {0.0: ("top", "node"), 1.0: ("hybrid", "block")}
@@ -139,7 +141,9 @@ def trees_of(pair: Pair, *, gpu: bool, dtype: str) -> tuple[str, str, str]:
     """Return the trees of one greedy text, one sampled text and a batch, in words."""
     if pair.draft == NONE:
         return ("none" if pair.drafter == AUTO else "whatever n-grams find",) * 3
-    tree = default_tree(gpu=gpu, dtype=dtype, asked=asked_for(AUTO, AUTO, pair.drafter), target=pair.target)
+    tree = default_tree(
+        gpu=gpu, dtype=dtype, asked=asked_for(AUTO, AUTO, pair.drafter), target=pair.target, copy=pair.draft == INT8
+    )
     first, _, other = tree.rpartition("/")
     alone = other.removeprefix(BY_LOAD)
     smaller = ", or a smaller one if that is faster" if BY_LOAD in tree else ""

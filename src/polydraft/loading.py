@@ -15,6 +15,7 @@ from polydraft.draft.tree_drafter import needs_draft
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models.int8_copy import NAME as INT8
 from polydraft.models.loading import Loaded, load_draft, load_given, load_model
 from polydraft.models.placement import DTYPES, TENSOR_PARALLEL, check_device_map, resolve_device, resolve_dtype
 from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, LoadOptions
@@ -171,6 +172,7 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
             asked=asked_for(options.scheme, options.walk, options.drafter, options.lossy),
             target=options.target,
             shared=options.device_map == TENSOR_PARALLEL,
+            copy=draft == INT8,
         )
     if draft == AUTO:
         named = isinstance(options.target, str)

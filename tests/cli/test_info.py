@@ -17,15 +17,29 @@ def test_info_lists_everything_that_can_be_chosen(invoke) -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "dtype", "bundled", "own", "with_ngrams"),
+    ("place", "dtype", "bundled", "own", "with_ngrams", "copy"),
     [
-        ("cpu", torch.float32, "dynamic:8", "dynamic:8", "dynamic:8"),
-        ("cpu", torch.bfloat16, "dynamic:64", "dynamic:64", "dynamic:64"),
-        ("cuda", torch.bfloat16, "dynamic:32:6:fixed/load:4x2x1x1x1", "dynamic:64:7:fixed/load:4x2x1x1x1", "4x2x2x1x1"),
+        ("cpu", torch.float32, "dynamic:8", "dynamic:8", "dynamic:8", "dynamic:8"),
+        ("cpu", torch.bfloat16, "dynamic:64", "dynamic:64", "dynamic:64", "dynamic:64"),
+        (
+            "cuda",
+            torch.bfloat16,
+            "dynamic:32:6:fixed/load:4x2x1x1x1",
+            "dynamic:64:7:fixed/load:4x2x1x1x1",
+            "4x2x2x1x1",
+            "load:2x1x1",
+        ),
     ],
 )
 def test_info_says_which_trees_are_used_here(
-    invoke, monkeypatch: pytest.MonkeyPatch, place: str, dtype: torch.dtype, bundled: str, own: str, with_ngrams: str
+    invoke,
+    monkeypatch: pytest.MonkeyPatch,
+    place: str,
+    dtype: torch.dtype,
+    bundled: str,
+    own: str,
+    with_ngrams: str,
+    copy: str,
 ) -> None:
     for module in ("polydraft.loading", "polydraft.models.placement"):
         monkeypatch.setattr(f"{module}.resolve_device", lambda asked: torch.device(place))
@@ -37,7 +51,8 @@ def test_info_says_which_trees_are_used_here(
         "your own pair": f"draft your draft, tree {own}",
         "n-grams too": f"draft your draft, tree {with_ngrams}, drafter lookup+model",
         "n-grams alone": "drafter lookup",
-        "no draft": "none",
+        "your model alone": f"draft int8, tree {copy}",
+        "int8 model alone": "drafter suffix",
     }
 
 
