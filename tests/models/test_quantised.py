@@ -16,12 +16,14 @@ from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES
+from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import load_model
 from polydraft.models.quantised import quantise
 from polydraft.models.twin import sharpen, twin_config
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
+from stand_in import head_shape
 
 GREEDY = SamplingParams(temperature=0)
 PROMPTS = [torch.randint(5, 90, (length,), generator=torch.Generator().manual_seed(length)).tolist() for length in (9, 20, 3)]
@@ -156,6 +158,16 @@ def test_layers_that_others_have_replaced_run_under_trees(name, kind, scheme, he
 def test_layers_that_do_not_run_are_refused_by_their_scheme():
     with pytest.raises(UsageError, match=r"quantised by awq, does not run under trees in float32 \(.*Half.*try another dtype"):
         HFModel(replaced(build("llama"), Refusing, "awq"))
+
+
+def test_feature_heads_read_tables_that_are_numbers():
+    sizes = {"mlp_size": 48, "window": 8}
+    target = HFModel(replaced(build("llama"), Halved, "fp8"))
+    head = new_head(head_shape(target, **sizes), target, None, "mine")
+    assert head.tables[1].shape == (target.vocab_size, target.hidden_size)
+    target = HFModel(replaced(build("llama"), Counted, "gptq", head=True))
+    with pytest.raises(UsageError, match="which gptq has packed; use a draft model"):
+        new_head(head_shape(target, **sizes), target, None, "mine")
 
 
 class Forgetful(Counted):
