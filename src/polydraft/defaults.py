@@ -54,6 +54,8 @@ class Default:
 DEFAULTS = (
     # A level of the target's own copy takes more than half of a pass: few levels pay, and each is nearly always accepted.
     Default(gpu=True, asked=(Asked.NOTHING, Asked.DRAFTER), copy_only=True, tree=f"{BY_LOAD}2x1x1"),
+    Default(gpu=False, full=True, asked=(Asked.NOTHING, Asked.DRAFTER), copy_only=True, tree="chain:4"),
+    Default(gpu=False, full=False, asked=(Asked.NOTHING, Asked.DRAFTER), copy_only=True, tree="chain:3"),
     # On a GPU a pass over 64 nodes costs little more than one over a single token. Beside the bundled model, which is small,
     # levels of the draft are not cheap.
     Default(gpu=True, asked=(Asked.NOTHING,), bundled_only=True, tree=f"dynamic:32:6:fixed/{BY_LOAD}4x2x1x1x1"),

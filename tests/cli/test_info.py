@@ -19,8 +19,8 @@ def test_info_lists_everything_that_can_be_chosen(invoke) -> None:
 @pytest.mark.parametrize(
     ("place", "dtype", "bundled", "own", "with_ngrams", "copy"),
     [
-        ("cpu", torch.float32, "dynamic:8", "dynamic:8", "dynamic:8", "dynamic:8"),
-        ("cpu", torch.bfloat16, "dynamic:64", "dynamic:64", "dynamic:64", "dynamic:64"),
+        ("cpu", torch.float32, "dynamic:8", "dynamic:8", "dynamic:8", "chain:4"),
+        ("cpu", torch.bfloat16, "dynamic:64", "dynamic:64", "dynamic:64", "chain:3"),
         (
             "cuda",
             torch.bfloat16,

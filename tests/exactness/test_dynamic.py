@@ -140,7 +140,7 @@ def test_sizes_follow_the_cost_curve() -> None:
     )
     assert int(cheap.counts(probs_BM)[0]) >= 12
     assert int(steep.counts(probs_BM)[0]) <= 4
-    assert cheap.wants_level(torch.tensor([0.9])).all() and not cheap.wants_level(torch.tensor([0.05])).any()
+    assert cheap.wants_level(torch.tensor([0.9]), 1).all() and not cheap.wants_level(torch.tensor([0.05]), 1).any()
 
 
 @pytest.mark.parametrize("nodes", [2, 5, 9, 21, 64, 128])

@@ -95,15 +95,17 @@ def costs_of(table: Mapping[str, Any], scheme: str) -> Costs:
     rounds with trees differ less from plain ones than their passes do. A captured round needs no host, and verifies all its
     levels in one kernel.
     """
-    level, verification = table["level"][scheme], table["verification"][scheme]
+    level, plain_draw = table["level"][scheme], table["verification"]["plain"]
+    verification = max(table["verification"][scheme] - plain_draw, 0.0)  # the draw of a round's last token comes in any case
     captured = table.get("captured", False)
     host = table["host"] if "host" in table else _HOST * table["level"]["top"]
-    always = table["verification"]["plain"] + (0 if captured else host)
+    always = plain_draw + (0 if captured else host)
     passes = rising({int(size): seconds + always for size, seconds in table["target"].items()})
     plain = passes[min(passes)]
-    # N-grams are looked up once, which is timed as a level; of an int8 copy a level is no measure of small operations.
-    small = table.get("overhead", 0.0) if "host" in table else _OVERHEAD * level
-    per_level, overhead = (level, verification) if captured else (level + verification, small)
+    # N-grams are looked up once, which is timed as a level; of an int8 copy a level is no measure of small operations: each has
+    # as many of them as a plain round.
+    small = 0.0 if "host" in table else _OVERHEAD * level
+    per_level, overhead = (level, verification) if captured else (level + verification + table.get("by_level", 0.0), small)
     return Costs(
         draft_level=per_level / plain,
         tree_pass=cost_curve(passes),
@@ -175,7 +177,7 @@ def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
         table.setdefault(kind, {})[name] = sorted(found)[len(found) // 4]
     if by_walks:
         table["host"] = _GRAM_HOST * table["host"]["root"]
-        table["overhead"] = 0.0 if draft is None else table["host"]
+        table["by_level"] = 0.0 if draft is None else table["host"]
     table["spread"] = statistics.median(
         sorted(found)[3 * len(found) // 4] / sorted(found)[len(found) // 4]
         for (kind, _), found in times.items()

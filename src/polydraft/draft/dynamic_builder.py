@@ -319,7 +319,7 @@ class DynamicBuilder(Builder):
         while len(growing.levels) < self.depth:
             front = growing.next_front(candidates.width(len(growing.levels)))
             mass_B = front.mass_B
-            going_B = going_B & self.policy.wants_level(mass_B) & candidates.room(growing)
+            going_B = going_B & self.policy.wants_level(mass_B, len(growing.levels)) & candidates.room(growing)
             if self._decision is not None:
                 going_B = going_B & self._decision.goes_on(features_BWF, logits_BWV)
             if not going_B.any():
