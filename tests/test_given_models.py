@@ -11,6 +11,7 @@ from polydraft.errors import UsageError
 from polydraft.hf_generate import Speculate
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
+from polydraft.models.int8_copy import Int8Copy
 from polydraft.options import PairOptions
 
 GREEDY = {"sampling": polydraft.SamplingParams(temperature=0), "max_new_tokens": 12}
@@ -51,9 +52,10 @@ def test_without_a_tokenizer_prompts_are_token_ids(model, tokenizer):
         decoder.generate(PROMPT)
 
 
-def test_the_default_is_what_a_name_has_without_a_draft(model, tokenizer):
-    decoder = polydraft.load(model, tokenizer=tokenizer)
-    assert decoder.drafter.name == polydraft.load(model, "none").drafter.name
+def test_the_default_is_what_a_name_has_without_a_draft(model, tokenizer, tiny):
+    decoder, named = polydraft.load(model, tokenizer=tokenizer), polydraft.load(tiny, dtype="float32", device="cpu")
+    assert type(decoder.drafter.model) is type(named.drafter.model) is Int8Copy
+    assert decoder.generate(PROMPT, **GREEDY).text == polydraft.load(tiny, "none").generate(PROMPT, **GREEDY).text
     assert polydraft.load(model, tokenizer=tokenizer, drafter="lookup").generate(PROMPT, **GREEDY).text
 
 

@@ -364,3 +364,11 @@ def _load_from_hub(source: str) -> list[Prompt]:
     if isinstance(rows, dict):  # no split was asked for: all of them
         rows = rows["test"] if "test" in rows else next(iter(rows.values()), ())
     return _from_records(((f"record {number}", row) for number, row in enumerate(rows, start=1)), source)
+
+
+def check_text(text: str) -> None:
+    """Refuse what is no Unicode text, such as bytes in another encoding that came in by a shell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"the prompt is not valid UTF-8 (at character {error.start}); give it in UTF-8") from None

@@ -143,6 +143,6 @@ def test_a_target_without_a_draft_says_what_would_help(invoke, tiny: str) -> Non
     code, _, err = invoke("generate", "abc", "--raw", "--target", tiny, "--max-new-tokens", "3")
     lines = [line for line in err.splitlines() if "no draft" in line]
     assert code == 0 and len(lines) == 1
-    assert all(word in lines[0] for word in ("--drafter suffix", "--draft", "polydraft train head"))
+    assert all(word in lines[0] for word in ("own weights in int8 draft", "--draft none", "polydraft train head"))
     for asked in (["--draft", "none"], ["--drafter", "suffix"], ["--draft", "early-exit:1"], ["--tree", "none"]):
         assert "no draft" not in invoke("generate", "abc", "--raw", "--target", tiny, "--max-new-tokens", "3", *asked)[2]

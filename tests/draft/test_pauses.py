@@ -201,7 +201,7 @@ def test_rests_are_told_with_their_reason(
 
 
 def test_nobody_rests_who_does_not_draft_or_always_does(cycle: str) -> None:
-    for options in ({}, {"draft": "early-exit:1", "tree": "2x1"}):
+    for options in ({"draft": "none"}, {"draft": "early-exit:1", "tree": "2x1"}):
         stats = decoder_of(cycle, **options).generate(PROMPT, sampling=GREEDY, max_new_tokens=20).stats
         assert stats.resting_passes == 0 and stats.rest_line is None
 

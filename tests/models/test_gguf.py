@@ -359,6 +359,7 @@ def test_a_second_process_waits_for_the_first(tmp_path, cache, caplog):
     file = write(tmp_path / "tiny.gguf", tiny())
     folder = converted_folder(file, torch.float32)
     (folder / "manifest.json").rename(tmp_path / "manifest.json")
+    caplog.clear()
     found = []
     with caplog.at_level("INFO", logger="polydraft"), locked(folder, None) as held:
         assert held

@@ -120,6 +120,7 @@ def command(prompt: str, json_schema: Path | None, raw: bool, compare: bool, as_
     temperature 0 it is the target's greedy text. With --beams it comes from beam search or beam sampling: see docs/beams.md.
     """
     from polydraft.cli.terminal import read_all
+    from polydraft.prompts import check_text
 
     beams = taken(BeamChoices, options)
     choices = Choices(**options)
@@ -129,6 +130,7 @@ def command(prompt: str, json_schema: Path | None, raw: bool, compare: bool, as_
     text = read_all() if prompt == "-" else prompt
     if not text.strip():
         raise UsageError("empty prompt: it has no tokens; give at least one character")
+    check_text(text)
     if json_schema is not None and (compare or beams.given()):
         raise UsageError("--json-schema is for one text; leave out --compare, --beams and --num-return-sequences")
     task = Task(text, choices, params, raw, compare, as_json, None if json_schema is None else _read_schema(json_schema))
@@ -166,13 +168,6 @@ def _generate_one(task: Task) -> None:
         compare(task, decoder, console)
     else:
         click.echo(summary_line(task.run(decoder, TokenPrinter(console)).stats), err=True)
-    choices = task.choices
-    if decoder.drafter.name == "none" and choices.draft == choices.drafter == choices.tree == "auto":
-        click.echo(
-            "no draft: to draft, use --drafter suffix (needs no model), --draft with a small model of the same family, or a "
-            f"head: polydraft train head --target {choices.target} --out FOLDER",
-            err=True,
-        )
 
 
 def _as_object(result: "Generation", decoder: "Decoder", task: Task) -> dict[str, Any]:

@@ -5,6 +5,7 @@
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -108,12 +109,13 @@ class Growing:
         node_of_BC = index_BM.new_zeros(len(keep_BC), total + 2)
         node_of_BC.scatter_(1, index_BM + 1, torch.arange(1, index_BM.shape[1] + 1, device=keep_BC.device).expand_as(index_BM))
         # One more candidate stands for those that are missing.
-        missing = torch.tensor([NO_TOKEN, 0, 0, lead, 0], device=keep_BC.device)
-        table_TBC = torch.cat([*self._tables(), missing[:, None, None].expand(-1, len(keep_BC), -1)], 2)
-        table_TBM = table_TBC.gather(2, index_BM.expand(len(missing), -1, -1))
+        missing_T11 = _missing(lead, keep_BC.device)
+        table_TBC = torch.cat([*self._tables(), missing_T11.expand(-1, len(keep_BC), -1)], 2)
+        table_TBM = table_TBC.gather(2, index_BM.expand(len(missing_T11), -1, -1))
         kept_BN = torch.nn.functional.pad(index_BM < total, (1, 0))
         tokens_BN, above_BN, slots_BN, places_BN, depths_BN = torch.nn.functional.pad(table_TBM, (1, 0)).unbind()
-        tokens_BN[:, 0], places_BN[:, 0] = self.root_B, lead
+        tokens_BN[:, 0].copy_(self.root_B)
+        places_BN[:, 0].fill_(lead)
         parent_BN = node_of_BC.gather(1, above_BN)
         draft = DraftTree(
             tokens_BN,
@@ -139,6 +141,12 @@ class Growing:
             place_BX = slot_BX + min(first, self._passes.most - 1)
             first += self.fronts[number].places_BW.shape[1] if number < len(self.fronts) else 0
             yield torch.stack([level.tokens_BX, above_BX, slot_BX, place_BX, torch.full_like(slot_BX, number + 1)])
+
+
+@cache
+def _missing(lead: int, device: torch.device) -> Tensor:
+    """Return the column of a candidate that is missing, as `Growing` lists them."""
+    return torch.tensor([NO_TOKEN, 0, 0, lead, 0], device=device)[:, None, None]
 
 
 def _ancestors(parent_BN: Tensor, levels: int) -> Tensor:

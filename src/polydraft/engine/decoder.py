@@ -21,6 +21,7 @@ from polydraft.errors import UsageError, unknown_name
 from polydraft.models import LanguageModel, check_prompts
 from polydraft.models.generation_defaults import GenerationDefaults
 from polydraft.models.language_model import PREFILL_CHUNK
+from polydraft.prompts import check_text
 from polydraft.sampling import RowParams, SamplingParams, check_params
 from polydraft.sampling.categorical import row_generator
 from polydraft.sampling.grammar import GrammarProcessor, Grammars
@@ -320,7 +321,7 @@ class Decoder:
             raise UsageError("text prompts need a tokenizer; pass token ids, or tokenizer=... to the Decoder")
         if not prompt:
             raise UsageError("empty prompt: it has no tokens; give at least one character")
-        _check_text(prompt)
+        check_text(prompt)
         if chat and getattr(self.tokenizer, "chat_template", None):
             return self.encode_chat([{"role": "user", "content": prompt}])
         return list(self.tokenizer(prompt)["input_ids"])
@@ -341,7 +342,7 @@ class Decoder:
             raise UsageError(
                 f"the model's chat template refuses these messages ({error}); change their roles or order"
             ) from None
-        _check_text(text)
+        check_text(text)
         return text
 
     def _grammar_processors(self, params: RowParams, texts: Sequence[Sequence[int]]) -> list[GrammarProcessor | None]:
@@ -381,11 +382,3 @@ class Decoder:
 
 def _fits(found: tuple[Drafter, Workspace], drafter: Drafter, params: RowParams) -> bool:
     return found[0] is drafter and found[1].asked == params and found[1].is_current
-
-
-def _check_text(text: str) -> None:
-    """Refuse what is no Unicode text, such as bytes in another encoding that came in by a shell."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise UsageError(f"the prompt is not valid UTF-8 (at character {error.start}); give it in UTF-8") from None
