@@ -21,6 +21,11 @@ from polydraft.options import AUTO, LoadOptions
 logger = logging.getLogger(__name__)
 
 NGRAMS = "suffix"
+_LEAST_ON_GPU = 4_000_000_000
+"""Weights from which a copy pays on a GPU: below, launches take more of a pass than reading, and int8 has as many of them.
+
+Measured on an H200, one text: 1.25 times plain decoding with 6.6 billion, 0.45 with 0.13 billion.
+"""
 _SPARE = 0.7
 """Of the free memory, what a copy may take: texts need some too."""
 
@@ -48,7 +53,7 @@ def automatic_draft(
     """
     target = loaded.model
     gpu, dtype = not is_host(target.device), str(target.dtype).removeprefix("torch.")
-    reason = copy_obstacle(target) or _no_room(target, free or _free_bytes(target.device))
+    reason = copy_obstacle(target) or _too_small(target) or _no_room(target, free or _free_bytes(target.device))
     copy: Int8Copy | None = None
     if reason is None:
         try:
@@ -72,6 +77,12 @@ def automatic_draft(
 
 def _short(name: str) -> str:
     return os.path.basename(name.rstrip("/")).removesuffix(".gguf")
+
+
+def _too_small(target: LanguageModel) -> str | None:
+    if is_host(target.device) or copy_bytes(target) >= _LEAST_ON_GPU:
+        return None
+    return "its passes are too short on a GPU for a copy of its weights to pay"
 
 
 def _no_room(target: LanguageModel, free: int | None) -> str | None:

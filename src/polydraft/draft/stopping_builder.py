@@ -80,11 +80,10 @@ class StoppingBuilder(StaticBuilder):
         """Draft nothing where all rows rest."""
         rests = self.resting
         if rests or (self.policy is not None and not any(self.policy.drafting)):
-            tokens_BN = self.plant(tail_B2[:, 1])
             if not rests:
                 self.source.root(tail_B2)
-            vocabulary, first_1 = self._distributions.vocabulary, torch.zeros_like(tokens_BN[0, :1])
-            return self._as_deep(DraftTree.from_topology(Topology(), tokens_BN[:, :1], (), first_1, vocabulary))
+            root_B1, vocabulary = tail_B2[:, 1:], self._distributions.vocabulary
+            return self._as_deep(DraftTree.from_topology(Topology(), root_B1, (), torch.zeros_like(root_B1[0]), vocabulary))
         return super().build(tail_B2, uniforms_BU)
 
     def _plant(self, tokens_BN: Tensor, plan: GroupPlan | LevelPlan, columns_RK: Tensor) -> None:
