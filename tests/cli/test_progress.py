@@ -80,6 +80,7 @@ def test_a_pipe_hears_of_each_phase_as_it_begins_and_then_now_and_then(capsys, m
     assert lines == ["reading 0/40", "reading 3/40, about 74 s left", "writing 7/9  fast", "writing 8/9, about 10 min left"]
 
 
+@pytest.mark.slow
 def test_tune_shows_the_whole_and_its_end(invoke, roomy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr("polydraft.cli.terminal._SILENCE_SECONDS", -1.0)

@@ -219,7 +219,7 @@ DRAFTS = {
     "static": {"draft": "early-exit:1", "tree": "3x2x1"},
     "dynamic": {"draft": "early-exit:1", "tree": "dynamic:12"},
     "n-grams": {"drafter": "lookup"},
-    "none": {},
+    "none": {"draft": "none"},
 }
 
 

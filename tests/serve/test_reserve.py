@@ -54,6 +54,7 @@ def reserved(live):
     return float(next(line for line in lines if line.startswith("polydraft:cache_reserved_bytes")).split()[1])
 
 
+@pytest.mark.slow
 def test_memory_is_what_was_reserved_whoever_comes(serving, stored):
     live = serving()
     before = stored()

@@ -195,6 +195,7 @@ def test_a_head_for_another_tokenizer_is_refused(target: Loaded, tiny: str, othe
         polydraft.load(tiny, draft=str(tmp_path / "out"), tree="2", device="cpu")
 
 
+@pytest.mark.slow
 def test_a_head_begins_where_another_ended(target: Loaded, other_vocabulary: str, tmp_path: Path) -> None:
     first = short("head", steps=40, evaluate_every=40)
     ended = run(first, target, tmp_path / "one")[-1].acceptance
@@ -223,6 +224,7 @@ def test_a_target_without_template_writes_plain_text(target: Loaded, tmp_path: P
     assert "plain text" in (tmp_path / "out" / "README.md").read_text()
 
 
+@pytest.mark.slow
 def test_prompts_and_text_files_as_sources(target: Loaded, tmp_path: Path) -> None:
     (tmp_path / "prompts.txt").write_text("hi\nwhat now?\n")
     (tmp_path / "text.txt").write_text("some plain text, again and again. " * 60)
