@@ -78,7 +78,11 @@ def test_a_head_beside_the_target_is_found(tmp_path: Path, monkeypatch: pytest.M
 def test_a_head_that_was_trained_for_the_target_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
     shutil.copytree(SHIPPED, tmp_path / "trained")
+    monkeypatch.delenv("POLYDRAFT_PROFILE")
     remember_draft("org/model", tmp_path / "trained")
     assert default_draft("org/model") == str(tmp_path / "trained")
+    monkeypatch.setenv("POLYDRAFT_PROFILE", "none")
+    assert default_draft("org/model") == "none"
+    monkeypatch.delenv("POLYDRAFT_PROFILE")
     shutil.rmtree(tmp_path / "trained")
     assert default_draft("org/model") == "none"

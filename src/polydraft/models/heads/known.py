@@ -1,6 +1,7 @@
 """Which draft is known for a target: one that lies beside it, or one that was trained for it on this machine."""
 
 import json
+import os
 from pathlib import Path
 
 from polydraft.models.fingerprint import digest_of
@@ -33,6 +34,8 @@ def remember_draft(target: str, folder: Path) -> None:
 
 
 def _remembered(target: str) -> list[Path]:
+    if os.environ.get("POLYDRAFT_PROFILE") == "none":  # nothing that was found out on this machine is to be used
+        return []
     try:
         return [Path(json.loads(_file(target).read_text(encoding="utf-8"))["draft"])]
     except (OSError, ValueError, LookupError, TypeError):
