@@ -36,11 +36,11 @@ lint: $(READY)
 	@$(PYTHON) .ci/advise.py
 
 test: lint
-	$(PYTHON) -m pytest -n 2
+	$(PYTHON) -m pytest -n 2 --dist worksteal
 
 test-all: lint
 	-$(PIP) install 'ray[serve,data]>=2.50'  # replicas of the server and batches on a cluster are tested where it is installed
-	$(PYTHON) -m pytest -n 2 -m "not gpu"
+	$(PYTHON) -m pytest -n 2 --dist worksteal -m "not gpu"
 
 bench: $(READY)
 	$(PYTHON) benchmarks/engine.py

@@ -47,6 +47,7 @@ def blocks(language: str, page: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGES[page], flags=re.DOTALL)
 
 
+@pytest.mark.slow
 @needs_weights
 @pytest.mark.usefixtures("loaded_once")
 def test_python_snippets_run_in_order(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,6 @@
 """What ``draft="auto"`` means for a target that no draft is known for: its own weights in int8, or n-grams of the text.
 
-Nothing is trained, and nothing gets slower: on a CPU drafting rests while it does not pay, on a GPU trees follow the load.
+Nothing is trained. On a CPU drafting rests while it does not pay; on a GPU trees follow the load.
 """
 
 import dataclasses
@@ -30,11 +30,10 @@ _SPARE = 0.7
 """Of the free memory, what a copy may take: texts need some too."""
 
 
-def leaves_all_open(options: LoadOptions) -> bool:
-    """Whether nothing is asked for that says who drafts or how."""
-    open_ones = (options.draft, options.tree, options.scheme, options.walk, options.drafter)
+def leaves_drafting_open(options: LoadOptions) -> bool:
+    """Whether nothing is asked for that says how a draft, whoever it is, works."""
     given = (options.lossy, options.decision, options.draft_temperature, options.device_map)
-    return all(one == AUTO for one in open_ones) and all(one is None for one in given)
+    return options.tree == options.scheme == options.walk == options.drafter == AUTO and all(one is None for one in given)
 
 
 def automatic_draft(

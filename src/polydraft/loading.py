@@ -6,7 +6,7 @@ import logging
 import torch
 
 import polydraft.papers  # noqa: F401 - they register what they add
-from polydraft.automatic import automatic_draft, leaves_all_open
+from polydraft.automatic import automatic_draft, leaves_drafting_open
 from polydraft.defaults import NONE, asked_for, default_draft, default_tree
 from polydraft.described import described_by
 from polydraft.devices import is_host
@@ -16,6 +16,7 @@ from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.int8_copy import NAME as INT8
+from polydraft.models.int8_copy import Int8Copy
 from polydraft.models.loading import Loaded, load_draft, load_given, load_model
 from polydraft.models.placement import DTYPES, TENSOR_PARALLEL, check_device_map, resolve_device, resolve_dtype
 from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, LoadOptions
@@ -51,26 +52,23 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
     """
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
     check_device_map(options.device_map, options.device)
-    left_open, all_open = options.tree == AUTO, leaves_all_open(options)
-    if not isinstance(options.target, str):
+    left_open = options.tree == AUTO
+    all_open = options.draft == AUTO and leaves_drafting_open(options)
+    if isinstance(options.target, str):
+        options = resolved(options, batch=batch, temperature=temperature)
+        place = resolve_device(options.device)
+        number_format = resolve_dtype(options.dtype, place)
+        if BY_LOAD in options.tree and options.device_map == TENSOR_PARALLEL:
+            raise UsageError(
+                f"--tree {options.tree} does not work with --device-map tp: each process times its own rounds, and all must "
+                f"have the same tree; use --tree {options.tree.replace(BY_LOAD, '')}"
+            )
+        others = options.device_map, options.native, options.invariant, options.adapter
+        loaded = load_model(options.target, place, number_format, *others)
+    else:
         loaded = load_given(options.target, options.tokenizer, options.native, options.invariant)
         _check_place(options, loaded)
-        _say_defaults(loaded, options.generation_config)
-        if leaves_all_open(options):
-            options, draft = automatic_draft(options, loaded)
-            return make_decoder(options, loaded, draft, pauses=True)
         options = _resolved(options, loaded.model.device, loaded.model.dtype)
-        return make_decoder(options, loaded, load_draft(options.draft, loaded), pauses=left_open)
-    options = resolved(options, batch=batch, temperature=temperature)
-    place = resolve_device(options.device)
-    number_format = resolve_dtype(options.dtype, place)
-    if BY_LOAD in options.tree and options.device_map == TENSOR_PARALLEL:
-        raise UsageError(
-            f"--tree {options.tree} does not work with --device-map tp: each process times its own rounds, and all must "
-            f"have the same tree; use --tree {options.tree.replace(BY_LOAD, '')}"
-        )
-    others = options.device_map, options.native, options.invariant, options.adapter
-    loaded = load_model(options.target, place, number_format, *others)
     _say_defaults(loaded, options.generation_config)
     if all_open and options.draft == NONE:
         options, draft = automatic_draft(options, loaded)
@@ -84,6 +82,16 @@ def resolved(options: LoadOptions, *, batch: int = 1, temperature: float | None 
     place = resolve_device(options.device)
     number_format = resolve_dtype(options.dtype, place)
     return _resolved(_tuned(options, place, number_format, batch, temperature), place, number_format)
+
+
+def default_decoder(loaded: Loaded, draft: LanguageModel | FeatureHead | None, target: str) -> Decoder:
+    """Make the decoder that `load` makes of a target of this name, and the draft that is known for it, if nothing is tuned."""
+    options = LoadOptions(target=target, draft=INT8 if isinstance(draft, Int8Copy) else "given")
+    if draft is None:
+        options, draft = automatic_draft(options, loaded)
+    else:
+        options = _resolved(options, loaded.model.device, loaded.model.dtype)
+    return make_decoder(options, loaded, draft, pauses=True)
 
 
 def make_decoder(
@@ -149,9 +157,7 @@ def _tuned(
     options: LoadOptions, place: torch.device, number_format: torch.dtype, batch: int, temperature: float | None
 ) -> LoadOptions:
     """Put what `polydraft tune` found in place of what was left open, where all of it was left open."""
-    left_open = options.tree == options.scheme == options.walk == options.drafter == AUTO
-    given = (options.lossy, options.decision, options.draft_temperature, options.device_map)
-    if not left_open or any(one is not None for one in given):
+    if not leaves_drafting_open(options):
         return options
     draft = default_draft(options.target) if options.draft == AUTO else options.draft
     found = tuned(options, draft, place, number_format, batch=batch, temperature=temperature)

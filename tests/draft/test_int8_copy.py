@@ -52,7 +52,7 @@ def test_texts_go_on_where_others_end(dtype: torch.dtype) -> None:
             assert [one.token_ids for one in found] == [one.token_ids for one in plain]
 
 
-@pytest.mark.parametrize("tree", keeping(TREES[:-1], TREES[0], TREES[2]))
+@pytest.mark.parametrize("tree", keeping(TREES[:-1], TREES[1]))
 def test_sampled_texts_follow_the_target(tree: str) -> None:
     target, prompt, samples = HFModel(FAMILIES.get("llama").build(seed=2)), [5, 6, 7], 3000
     sampling = SamplingParams(temperature=1.3, top_k=3)

@@ -81,9 +81,7 @@ def test_texts_follow_the_target_distribution(case: str, short_rests: None, monk
 
 
 # By default where sizes hang on what was learnt: that is what rows could take from each other.
-@pytest.mark.parametrize(
-    "case", some_slow({**CASES, **PAUSING}, {*CASES, *PAUSING} - {"lookup + model, balanced", "self-draft"})
-)
+@pytest.mark.parametrize("case", some_slow({**CASES, **PAUSING}, {*CASES, *PAUSING} - {"self-draft"}))
 def test_rows_are_their_own(case: str) -> None:
     decoder = combined(case)
     for sampling, prompts in ((SamplingParams(), PROMPTS), (PENALTIES, PROMPTS[:3])):

@@ -224,7 +224,7 @@ DRAFTS = {
 
 
 @pytest.mark.parametrize(("drafts", "count"), [
-    ("static", 300), *(pytest.param(name, 600, marks=pytest.mark.slow) for name in DRAFTS)
+    ("static", 120), *(pytest.param(name, 600, marks=pytest.mark.slow) for name in DRAFTS)
 ])  # fmt: skip
 def test_the_distribution_is_the_masked_targets(roomy, grammars, drafts, count):
     decoder = loaded(roomy, **DRAFTS[drafts])

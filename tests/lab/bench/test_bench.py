@@ -33,6 +33,7 @@ def bench(invoke, tiny: str, prompt_file: str, out: Path, *options: str) -> tupl
 def test_results_and_report_are_written_and_texts_are_identical(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
     names = [
         "ar",
+        "auto",
         "sd:2",
         "mcsd:2x1,scheme=naive,walk=node",
         "fork:2x2",
@@ -62,6 +63,17 @@ def test_results_and_report_are_written_and_texts_are_identical(invoke, tiny: st
     assert {"method", "category", "prompt", "tokens"} <= set(sample) and sample["tokens"][0]["source"]
     assert "fork:2x2" in (tmp_path / "out" / "report.html").read_text()
     assert "fork:2x2" in out and "speed-up" in out
+
+
+def test_the_default_of_a_target_without_a_draft_is_its_int8_copy(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    code, _, err = bench(invoke, tiny, prompt_file, out, "--draft", "none", "--methods", "ar auto", "--limit", "1")
+    assert code == 0, err
+    assert "its own weights in int8 draft" in err
+    (figures,) = [
+        figures for name, figures in json.loads((out / "results.json").read_text())["methods"].items() if name == "auto"
+    ]
+    assert figures["status"] == "ok" and figures["identical"] == 1
 
 
 @pytest.mark.parametrize("temperature", [pytest.param("0", marks=pytest.mark.slow), "1"])

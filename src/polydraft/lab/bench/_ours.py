@@ -12,7 +12,7 @@ from polydraft.errors import UsageError, unknown_name
 from polydraft.lab.bench.method import COMBINED, METHODS, Bench, Method, MethodSpec, Token, Tokens
 from polydraft.lab.bench.options import OF_DRAFTS, MethodNgrams, method_options
 from polydraft.lab.papers.flat import FlatModel
-from polydraft.loading import make_decoder
+from polydraft.loading import default_decoder, make_decoder
 from polydraft.models import LanguageModel
 from polydraft.options import AUTO, LoadOptions
 from polydraft.trees import parse_tree
@@ -36,6 +36,13 @@ def plain(spec: MethodSpec, bench: Bench) -> Method:
     """Plain autoregressive decoding on our engine, the baseline."""
     spec.take_nothing()
     return _decoded(spec, bench, LoadOptions(tree="none"))
+
+
+@METHODS.register("auto")
+def by_default(spec: MethodSpec, bench: Bench) -> Method:
+    """Decode as `polydraft.load` does where nothing is asked for, with the benchmark's draft if it has one."""
+    spec.take_nothing()
+    return _measured(spec, bench, default_decoder(bench.target, bench.draft, bench.target_name))
 
 
 @METHODS.register("sd")
@@ -190,10 +197,14 @@ def _decoded(spec: MethodSpec, bench: Bench, options: LoadOptions, target: Langu
     """Decode as the options say, on the benchmark's target unless another is given."""
     with spec.named_in_errors():
         decoder = make_decoder(options, bench.target, bench.draft if needs_draft(options.drafter) else None)
-    # Only tokens are measured: without a tokenizer, no time is spent on text.
-    decoder = decoder.replace(tokenizer=None, target=decoder.target if target is None else target)
     topology = options.shape[1]
     parents = topology.parents if topology.depth else None
+    return _measured(spec, bench, decoder if target is None else decoder.replace(target=target), parents)
+
+
+def _measured(spec: MethodSpec, bench: Bench, decoder: Decoder, parents: tuple[int, ...] | None = None) -> Method:
+    """Make a method of a decoder, for one text or several."""
+    decoder = decoder.replace(tokenizer=None)  # only tokens are measured: no time is spent on text
     method = _streamed(spec, bench, decoder.stream, parents, comparable=decoder.lossless, sampling=bench.params)
     longest = bench.longest_prompt + bench.max_new_tokens
 

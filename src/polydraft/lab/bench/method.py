@@ -40,6 +40,8 @@ class Bench:
     max_new_tokens: int
     longest_prompt: int
     """Tokens of the longest prompt, for engines that allocate or compile once for all texts."""
+    target_name: str = ""
+    """As the user wrote it."""
     corpus: str = "auto"
     """Corpus cache, for methods that have one."""
 

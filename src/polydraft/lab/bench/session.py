@@ -78,6 +78,7 @@ class BenchSession:
         self.prompts: list[tuple[Prompt, list[int]]] = encoded
         self.bench = Bench(
             target=self.loaded,
+            target_name=options.target,
             draft=draft,
             params=params,
             max_new_tokens=options.max_new_tokens,

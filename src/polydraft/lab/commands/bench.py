@@ -60,11 +60,12 @@ _BEHIND = (
 def command(context: click.Context, /, **options: Any) -> None:
     """Benchmark methods on the same prompts, interleaved in one process, against plain decoding (ar).
 
-    Methods: ar, sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH, dynamic:NODES[:DEPTH]; without a draft: self-draft:NUMBERxLENGTH,
-    ngram, lookup, suffix, corpus; combinations such as lookup+mcsd:4x2x1; target-init:WIDTHxDEPTH, which is lossy; beams:
-    beam:W, beam-search:W, dsbd:W,width=..,depth=..,threshold=.. (see docs/beams.md); peers: hf, hf-assisted, hf-lookup,
-    hf-compiled, hf-beam:W, llama.cpp, llama.cpp,lib=PATH (your own build), xllamacpp. At temperature 0, all texts except those
-    of lossy methods, beams and llama.cpp are checked against ar's while measuring.
+    Methods: ar; auto, which is what polydraft.load does by default; sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH,
+    dynamic:NODES[:DEPTH]; without a draft: self-draft:NUMBERxLENGTH, ngram, lookup, suffix, corpus; combinations such as
+    lookup+mcsd:4x2x1; target-init:WIDTHxDEPTH, which is lossy; beams: beam:W, beam-search:W,
+    dsbd:W,width=..,depth=..,threshold=.. (see docs/beams.md); peers: hf, hf-assisted, hf-lookup, hf-compiled, hf-beam:W,
+    llama.cpp, llama.cpp,lib=PATH (your own build), xllamacpp. At temperature 0, all texts except those of lossy methods, beams
+    and llama.cpp are checked against ar's while measuring.
 
     To split a long run, start N processes, each with --shard I/N, its own --out and its own cores (taskset), and otherwise the
     same options; then run `polydraft bench merge OUT DIR...`.
