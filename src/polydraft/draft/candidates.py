@@ -5,6 +5,7 @@ distributions before they are drawn, which of them get children after.
 """
 
 from dataclasses import dataclass, replace
+from functools import cache
 from math import inf, log
 
 import torch
@@ -142,12 +143,17 @@ def gains(value_RK: Tensor, chances_BW: Tensor, belief: Belief = FAIR) -> Tensor
     likeliest tokens, u = `belief.share(n)`, n children are accepted with chance S + u (1 − S).
     """
     mass_RK = value_RK.cumsum(-1)
-    shares_K = torch.tensor([belief.share(count + 1) for count in range(value_RK.shape[1])], dtype=torch.float64)
-    accepted_RK = mass_RK + shares_K * (1 - mass_RK)
+    accepted_RK = mass_RK + _shares(belief, value_RK.shape[1], value_RK.device) * (1 - mass_RK)
     more_RK = accepted_RK.diff(dim=1, prepend=accepted_RK.new_zeros(len(accepted_RK), 1))
     # Falling, so that whoever takes the best takes the first ones of every node. What is not a number is left to the walk.
     more_RK = more_RK.nan_to_num(0.0).cummin(-1).values.clamp(min=0.0)
     return more_RK.view(*chances_BW.shape, -1) * chances_BW[..., None]
+
+
+@cache
+def _shares(belief: Belief, children: int, device: torch.device) -> Tensor:
+    """Return `belief.share` of 1, 2, ... children; made once, because no capture may contain a copy from the host."""
+    return torch.tensor([belief.share(count + 1) for count in range(children)], dtype=torch.float64, device=device)
 
 
 def drawn_children(

@@ -188,6 +188,13 @@ static int64_t raced(const Pick *p, Race *r, const double *target, const float *
         value[k] = token[k] < p->draft_columns ? (double)draft[token[k]] : 0;
         count += column[k] != NO_TOKEN;
     }
+    if (count == 1) {  /* the only child wins, and r is q: no race to plan */
+        const double scale = quotient(1, total);
+        for (int64_t x = 0; x < p->draft_columns; x++) distribution[x] = (double)draft[x] * scale;
+        if (p->draft_columns < p->columns) distribution[p->draft_columns] = 0;
+        for (int64_t k = 0; k < width; k++)
+            if (column[k] != NO_TOKEN) return k;
+    }
     const int64_t first = certain_children(column, value, width, total, count, p->threshold);
     for (int64_t k = 0; k < first; k++) apart_weight += value[k];
     fill_cells(target, draft, p->draft_columns, p->columns, quotient(total, total - apart_weight), p->buckets, r->cell);
