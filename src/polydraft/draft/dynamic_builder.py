@@ -33,7 +33,7 @@ from polydraft.draft.static_builder import DEFAULT_SCHEME
 from polydraft.draft.stopping_builder import DECISION_OBSTACLE, Decision
 from polydraft.rows import ByRow
 from polydraft.sampling import NO_TOKEN, RowParams
-from polydraft.trees import DraftTree, DynamicShape, Topology
+from polydraft.trees import DraftTree, DynamicShape
 from polydraft.verify import SCHEMES, Scheme
 from polydraft.verify.weights import largest
 
@@ -351,8 +351,7 @@ class DynamicBuilder(Builder):
         columns, distributions = self._distributions.vocab_size, tuple[Tensor, ...]()
         if not self.scheme.follows_target:  # no child was drawn, so any distribution will do
             distributions = (torch.full((1, 1, 1), 1 / columns).expand(len(root_B), 1, columns),) * self.depth
-        tree = DraftTree.from_topology(Topology(), root_B[:, None], distributions, torch.zeros_like(root_B[:1]))
-        return dataclasses.replace(tree, depth=self.depth, reach=0)
+        return DraftTree.bare(root_B, self.depth, distributions)
 
     def places_of(self, path_BD: Tensor) -> Tensor:
         """Nodes are where their levels put them; any place for nodes without children."""

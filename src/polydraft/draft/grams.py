@@ -266,7 +266,8 @@ class TrieBuilder(Builder):
         source = self.source
         if self.policy is not None:
             source.resting = [not drafts for drafts in self.policy.drafting]
-            source.riders.resting_B = torch.tensor(source.resting, device=self._device)
+            if source.riders.num_uniforms:
+                source.riders.resting_B = torch.tensor(source.resting, device=self._device)
         self._tries = [
             self.trie(memories, read[-1]) if not idle and not resting else TokenTrie(read[-1])
             for memories, read, idle, resting in zip(source.memories, source.read, source.idle, source.resting, strict=True)
@@ -274,14 +275,18 @@ class TrieBuilder(Builder):
         if self.policy is not None:
             self._keep_what_pays(self.policy)
         most = max(map(len, self._tries))
+        if most == 1 and self._ladder is None:
+            return DraftTree.bare(tail_B2[:, 1], self.depth)
         size = most if self._ladder is None else self._ladder.holding(most).nodes
         return as_draft_tree(self._tries, size, self.depth, self._device)
 
     def _keep_what_pays(self, policy: RowPolicy) -> None:
         """Cut the tries to as many candidates as pay, and take note of what they promise."""
         most = max(map(len, self._tries)) - 1
-        chances_BM = torch.tensor([trie.chances[1:] + [0.0] * (most - len(trie) + 1) for trie in self._tries]).double()
-        counts = policy.counts(chances_BM).tolist()
+        counts = [0] * len(self._tries)
+        if most:
+            chances_BM = torch.tensor([trie.chances[1:] + [0.0] * (most - len(trie) + 1) for trie in self._tries]).double()
+            counts = policy.counts(chances_BM).tolist()
         for trie, count in zip(self._tries, counts, strict=True):
             trie.cut(count)
         # A row without candidates decodes plainly, unless its branches ride along.

@@ -64,6 +64,12 @@ class DraftTree:
             levels=tuple(map(len, topology.levels)),
         )
 
+    @classmethod
+    def bare(cls, root_B: Tensor, depth: int, distributions: tuple[Tensor, ...] = ()) -> "DraftTree":
+        """Return trees of which only the root is there, though others of the same session are up to `depth` deep."""
+        tree = cls.from_topology(Topology(), root_B[:, None], distributions, torch.zeros_like(root_B[:1]))
+        return replace(tree, depth=depth, reach=0)
+
     @property
     def chain(self) -> bool:
         """Whether every node is known to be the next one's parent, in all rows."""

@@ -51,7 +51,7 @@ class NodeWalk(Walk):
         """Walk all rows in step; at temperature 0 without a distribution."""
         if isinstance(target_distribution, TreeDistributions) and target_distribution.greedy:
             return greedy_verdict(draft, target_distribution)
-        if draft.depth == 0:
+        if draft.depth == 0 or (draft.tokens_BN.shape[1] == 1 and scheme.follows_target):  # nobody drafted
             root_B = torch.zeros_like(draft.tokens_BN[:, 0])
             return lone_root(draft, draw_one(target_distribution(root_B, draft.tokens_BN[:, :0]), uniforms_BU[:, 0]))
         if all_at_once(target_distribution, draft, _columns(draft)):
