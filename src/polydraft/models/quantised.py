@@ -128,13 +128,18 @@ def is_int8_llama(model: Any) -> bool:
     return is_quantised(model) and is_llama_shaped(model) and not has_hooks(model.base_model.modules())
 
 
-def refuse_without_kernels(device: torch.device | None = None) -> None:
-    """Refuse int8 where nothing multiplies by it faster than by float32."""
+def kernels_missing(device: torch.device | None = None) -> str | None:
+    """Return why nothing multiplies by int8 faster than by float32; None if something does."""
     one_11 = torch.ones(1, 1, device=device)
     if multiply_int8.chosen(one_11, *rounded(one_11), None) is None:
-        raise UsageError(
-            "dtype int8 needs native kernels, which are off or cannot be built here; install a C compiler, or use float32"
-        )
+        return "int8 needs native kernels, which are off or cannot be built here"
+    return None
+
+
+def refuse_without_kernels(device: torch.device | None = None) -> None:
+    """Refuse int8 where nothing multiplies by it faster than by float32."""
+    if (reason := kernels_missing(device)) is not None:
+        raise UsageError(f"dtype {reason}; install a C compiler, or use float32")
 
 
 def quantise(model: Any, keep: bool = False) -> Any:
