@@ -142,6 +142,14 @@ def refuse_without_kernels(device: torch.device | None = None) -> None:
         raise UsageError(f"dtype {reason}; install a C compiler, or use float32")
 
 
+def refuse_twice(scheme: str | None) -> None:
+    """Refuse int8 for weights that a scheme has quantised already."""
+    if scheme is not None:
+        raise UsageError(
+            f"dtype int8 does not work with weights that are quantised by {scheme} already; use float32 or bfloat16"
+        )
+
+
 def quantise(model: Any, keep: bool = False) -> Any:
     """Put every linear layer of a model, its output head included, into int8, one by one, so that memory falls as it goes.
 
@@ -157,10 +165,7 @@ def quantise(model: Any, keep: bool = False) -> Any:
         The same object.
     """
     refuse_without_kernels(model.device)
-    if (scheme := quantised_by(model)) is not None:
-        raise UsageError(
-            f"dtype int8 does not work with weights that are quantised by {scheme} already; use float32 or bfloat16"
-        )
+    refuse_twice(quantised_by(model))
     head = model.get_output_embeddings()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
