@@ -70,7 +70,8 @@ class Outline:
     @property
     def vocab_size(self) -> int:
         """How many tokens it knows."""
-        return int(text_config(self.model).vocab_size)
+        table = self.model.get_output_embeddings()
+        return int(getattr(table, "out_features", None) or text_config(self.model).vocab_size)
 
     @property
     def max_positions(self) -> int | None:
@@ -103,8 +104,8 @@ class Outline:
         # A table that the output head shares stays beside its int8 form.
         tables = {id(part) for part in self.model.get_input_embeddings().parameters()}
         rounded = {id(part.weight) for part in self.model.modules() if type(part) is nn.Linear} - tables
-        others = sum(part.numel() for part in self.model.parameters() if id(part) not in rounded)
-        return self.copy_bytes + 4 * others
+        in_float32: int = sum(part.numel() for part in self.model.parameters() if id(part) not in rounded)
+        return self.copy_bytes + 4 * in_float32
 
     @cached_property
     def twin(self) -> HFModel | None:
