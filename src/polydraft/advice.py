@@ -32,7 +32,7 @@ COPY = Way(
     have="nothing but the model",
     options="--draft int8",
     by_default=True,
-    takes="a byte per weight of memory",
+    takes="a byte of memory per weight",
     gives=(
         "1.67× at T=0, 1.42× at T=1 (SmolLM2 in float32, two Arm cores); 1.24× and 1.26× (7B shape in bf16, H200; on a GPU, "
         "from 4B weights on)"
@@ -41,16 +41,16 @@ COPY = Way(
 INT8 = Way(
     have="little memory, and a CPU",
     options="--dtype int8",
-    takes="a quarter of float32's memory; a slightly different model",
+    takes="less memory; it is a slightly different model",
     gives=(
-        "115 tokens/s without a draft, 47 in float32 (SmolLM2, two Arm cores); n-grams of the text draft, and rest where they "
-        "lose: not measured"
+        "2.4× float32 (SmolLM2, two Arm cores, both without a draft); n-grams of the text draft, and rest where they lose "
+        "(what they add is not measured)"
     ),
 )
 TRAIN = Way(
     have="minutes on a GPU",
     command="polydraft train head --target org/my-model --out my-model-head",
-    takes="6 minutes and 0.2 GB of disk for Gemma-3-270M (3M tokens, 300 steps, H200); it begins with an estimate for yours",
+    takes="6 minutes and 0.2 GB of disk for Gemma-3-270M (3M tokens, 300 steps, H200); it first estimates yours",
     gives="3.29× at T=0, 2.36× at T=1 (7B shape, H200); found by itself from then on",
 )
 WAYS = (
@@ -59,14 +59,14 @@ WAYS = (
     Way(
         have="a small model of the same family",
         options="--draft org/small-model",
-        takes="its memory; the same tokenizer",
-        gives="not measured; depends on the pair: `polydraft tune` measures it",
+        takes="the small model's memory",
+        gives="not measured; it depends on the pair, and `polydraft tune` measures it",
     ),
     Way(
         have="a public EAGLE-3 head",
         options="--draft org/eagle3-head",
-        takes="its memory",
-        gives="not measured; depends on the head",
+        takes="the head's memory",
+        gives="not measured; it depends on the head",
     ),
     TRAIN,
 )

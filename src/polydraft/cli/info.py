@@ -18,6 +18,8 @@ from polydraft.errors import UsageError
 from polydraft.options import AUTO, LoadOptions, PairOptions
 
 if TYPE_CHECKING:
+    import torch
+
     from polydraft.automatic import Choice
     from polydraft.defaults import Pair
     from polydraft.models.outline import Outline
@@ -57,12 +59,16 @@ def command(target: str | None, device: str, dtype: str, threads: int | None, as
 def _target_facts(options: LoadOptions) -> dict[str, Any]:
     """Return what is known of a target before its weights are read."""
     from polydraft.automatic import choose, free_bytes
+    from polydraft.devices import is_host
     from polydraft.models.outline import outline
     from polydraft.models.placement import DTYPES, resolve_device, resolve_dtype
 
     device = resolve_device(options.device)
     model = outline(options.target, device, resolve_dtype(options.dtype, device))
+    others = [dtype for dtype in DTYPES.values() if is_host(device) or dtype != DTYPES["int8"]]
+    dtypes = [model.dtype] if model.scheme is not None else others
     free, needed = free_bytes(device), model.num_bytes(model.dtype)
+    fits = None if free is None or needed is None else needed < free
     facts: dict[str, Any] = {
         "target": options.target,
         "type": model.model_type,
@@ -72,19 +78,19 @@ def _target_facts(options: LoadOptions) -> dict[str, Any]:
         "context": model.max_positions,
         "quantised by": model.scheme,
         "device": str(device),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "bytes": {} if model.scheme else {name: model.num_bytes(dtype) for name, dtype in DTYPES.items()},
+        "dtype": _name(model.dtype),
+        "bytes": {_name(dtype): model.num_bytes(dtype) for dtype in dtypes},
         "free bytes": free,
+        "fits": fits,
         "converted": None if model.source is None else model.is_converted,
     }
-    facts["bytes"][facts["dtype"]] = needed
     try:
         twin = model.twin
     except UsageError as error:
         return {**facts, "refused": str(error)}
-    left = None if free is None or needed is None else max(free - needed, 0)
-    choice = None if twin is None else choose(twin, model.copy_bytes, left)
-    return {**facts, "runs by": _runs_by(model), **_drafts(options, model, choice), "ways": [*_ways(model, choice)]}
+    left = None if free is None or needed is None else free - needed
+    choice = None if twin is None or fits is False else choose(twin, model.copy_bytes, left)
+    return {**facts, "runs by": _runs_by(model), **_drafts(options, model, choice, fits), "ways": [*_ways(model, choice, fits)]}
 
 
 def _runs_by(model: "Outline") -> str:
@@ -95,16 +101,18 @@ def _runs_by(model: "Outline") -> str:
     from polydraft.models.quantised import kernels_missing
 
     if model.scheme is not None:
-        return f"Hugging Face's modules; its weights are multiplied by {PACKAGES.get(model.scheme, model.scheme)}"
+        return f"Hugging Face's modules; its weights need {PACKAGES.get(model.scheme, model.scheme)}"
     if model.twin is not None and model.twin.fast is not None:
-        return f"our own kernels ({'compiled C' if is_host(model.device) else 'Triton'})"
+        return f"our own kernels, {'in C' if is_host(model.device) else 'in Triton'}"
     products = is_host(model.device) and kernels_missing(model.device) is None
     tested = model.model_type in FAMILIES
-    checked = "" if tested else "; checked at load" if model.twin is None else "; a small model of its type passed the checks"
-    return f"Hugging Face's modules{', products by our compiled C' if products else ''}{checked}"
+    checked = (
+        "" if tested else "; to be checked at load" if model.twin is None else "; a small model of its type passed the checks"
+    )
+    return f"Hugging Face's modules{', products by our own kernels in C' if products else ''}{checked}"
 
 
-def _drafts(options: LoadOptions, model: "Outline", choice: "Choice | None") -> dict[str, Any]:
+def _drafts(options: LoadOptions, model: "Outline", choice: "Choice | None", fits: bool | None) -> dict[str, Any]:
     """Return which draft was found, and what ``draft="auto"`` does, with the reason."""
     from polydraft.defaults import NONE, SHIPPED_DRAFT, default_draft
     from polydraft.loading import resolved
@@ -125,25 +133,29 @@ def _drafts(options: LoadOptions, model: "Outline", choice: "Choice | None") -> 
     elif settled.draft != AUTO:
         why = "it ships for this model" if known == SHIPPED_DRAFT else "it lies beside the model, or was trained for it here"
     elif choice is None:
-        return {"found": found, "auto": None}
+        why = "it does not fit into memory" if fits is False else "decided when it is loaded"
+        return {"found": found, "auto": {"draft": None, "drafter": None, "tree": None, "why": why}}
     else:
         auto = choice
-        more = f"no draft is known; its own weights in int8 take {model.copy_bytes / 1e9:.1f} GB more memory"
-        why = more if choice.draft == INT8 else f"no draft is known, and {choice.reason}"
+        size = f"{model.copy_bytes / 1e9:.1f} GB"
+        copy = f"no draft is known, so its own weights in int8 draft, which takes {size} more memory"
+        why = copy if choice.draft == INT8 else f"no draft is known, and {choice.reason}"
     return {"found": found, "auto": {"draft": auto.draft, "drafter": auto.drafter, "tree": auto.tree, "why": why}}
 
 
-def _ways(model: "Outline", choice: "Choice | None") -> Iterator[dict[str, Any]]:
+def _ways(model: "Outline", choice: "Choice | None", fits: bool | None) -> Iterator[dict[str, Any]]:
     """Yield the rows of README's table, for this target."""
     from polydraft.advice import COPY, INT8, TRAIN, WAYS
     from polydraft.automatic import train_command
+    from polydraft.defaults import SHIPPED_DRAFT, default_draft
     from polydraft.devices import is_host
     from polydraft.models.quantised import kernels_missing
 
     already = None if model.scheme is None else f"the target is quantised by {model.scheme} already"
     obstacles = {
-        COPY: choice.reason if choice is not None else None,
-        INT8: already or (kernels_missing(model.device) if is_host(model.device) else "int8 is for CPUs"),
+        COPY: "the model itself does not fit into memory" if fits is False else None if choice is None else choice.reason,
+        INT8: already or (kernels_missing(model.device) if is_host(model.device) else "dtype int8 is for CPUs"),
+        TRAIN: "a trained head ships for this model" if default_draft(model.name) == SHIPPED_DRAFT else None,
     }
     for way in WAYS:
         row = {"command": train_command(model.name) if way is TRAIN else way.options, "takes": way.takes, "gives": way.gives}
@@ -156,48 +168,59 @@ def _told(facts: dict[str, Any], width: int) -> Iterator[str]:
     def row(name: str, words: str, size: int = 9) -> str:
         return textwrap.fill(words, width, initial_indent=f"  {name:<{size}} ", subsequent_indent=" " * (size + 3))
 
-    sizes = {name: f"{size / 1e9:.1f} GB" for name, size in facts["bytes"].items() if size is not None}
-    dtype, free = facts["dtype"], facts["free bytes"]
     scheme = "" if facts["quantised by"] is None else f", quantised by {facts['quantised by']}"
     context = "" if facts["context"] is None else f", context of {facts['context']:,}"
+    size = f"{facts['layers']} layers, {facts['weights'] / 1e9:.2f}B weights{scheme}"
     yield facts["target"]
-    yield row(
-        "model",
-        f"{facts['type']}, {facts['layers']} layers, {facts['weights'] / 1e9:.2f}B weights{scheme}, {facts['vocabulary']:,} "
-        f"tokens{context}",
-    )
-    others = ", ".join(f"{size} in {name}" for name, size in sizes.items() if name != dtype)
-    room = "" if free is None else f", {free / 1e9:.1f} GB are free"
-    told = {None: "", True: "; converted already", False: "; converted once, to as much disk"}[facts["converted"]]
-    yield row("here", f"{facts['device']}, {dtype}: {sizes.get(dtype, 'unknown')} of memory{room}{told}")
+    yield row("model", f"{facts['type']}, {size}, {facts['vocabulary']:,} tokens{context}")
+    disk = "; it is converted once, to as much disk" if facts["converted"] is False else ""
+    yield row("here", f"{facts['dtype']} on {facts['device']}: {_memory(facts)}{disk}")
+    others = [f"{size / 1e9:.1f} GB in {name}" for name, size in facts["bytes"].items() if name != facts["dtype"]]
     if others:
-        yield row("--dtype", others)
+        yield row("--dtype", f"would take {', '.join(others)}")
     if "refused" in facts:
         yield row("refused", facts["refused"])
         return
     yield row("runs by", facts["runs by"])
-    found = facts["found"]["draft"] or "no head beside it, none trained for it here"
-    yield row("found", f"{found}{'' if facts['found']['tuned'] is None else '; a profile of polydraft tune'}")
+    tuned = "" if facts["found"]["tuned"] is None else "; a profile of polydraft tune"
+    yield row("found", f"{facts['found']['draft'] or 'no head beside it, and none trained for it here'}{tuned}")
     yield row("auto", _auto_words(facts["auto"]))
     yield ""
-    yield f"polydraft generate PROMPT --target {facts['target']}, and one of"
+    yield f"polydraft generate PROMPT --target {facts['target']}, with one of"
     for way in facts["ways"]:
-        words = f"takes {way['takes']}; gives {way['gives']}" if way["not here"] is None else f"not here: {way['not here']}"
-        if way["command"].startswith("polydraft"):
-            yield f"nothing more, after {way['command']}"
-            yield row("", words, 23)
+        name = way["command"]
+        if not name.startswith("--"):
+            yield f"  nothing, after {name}"
+            name = ""
+        if way["not here"] is not None:
+            yield row(name, f"not here: {way['not here']}", 23)
         else:
-            yield row(way["command"], words, 23)
+            yield row(name, f"takes {way['takes']}", 23)
+            yield row("", f"speed-up: {way['gives']}", 23)
 
 
-def _auto_words(auto: dict[str, str] | None) -> str:
+def _memory(facts: dict[str, Any]) -> str:
+    """Say what a model takes of the memory that is free."""
+    needed, free = facts["bytes"].get(facts["dtype"]), facts["free bytes"]
+    size = "an unknown amount" if needed is None else f"{needed / 1e9:.1f} GB"
+    if free is None:
+        return f"takes {size} of memory"
+    if facts["fits"] is False:
+        return f"takes {size} of memory, more than the {free / 1e9:.1f} GB that are free"
+    return f"takes {size} of the {free / 1e9:.1f} GB of memory that are free"
+
+
+def _auto_words(auto: dict[str, str | None]) -> str:
     from polydraft.defaults import NONE
 
-    if auto is None:
-        return "decided when it is loaded"
-    by = {NONE: "", AUTO: ""}
-    parts = [f"{kind} {auto[kind]}" for kind in ("draft", "drafter", "tree") if auto[kind] not in by]
+    if auto["draft"] is None:
+        return str(auto["why"])
+    parts = [f"{kind} {auto[kind]}" for kind in ("draft", "drafter", "tree") if auto[kind] not in (NONE, AUTO)]
     return f"{', '.join(parts) or 'plain decoding'}: {auto['why']}"
+
+
+def _name(dtype: "torch.dtype") -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _facts(options: LoadOptions) -> dict[str, Any]:
@@ -226,7 +249,7 @@ def _facts(options: LoadOptions) -> dict[str, Any]:
             "device": str(device),
             "gpu": gpu,
             "threads": torch.get_num_threads(),
-            "dtype": str(resolve_dtype(options.dtype, device)).removeprefix("torch."),
+            "dtype": _name(resolve_dtype(options.dtype, device)),
             "cpu bfloat16": "yes" if cpu_computes_bfloat16() else "no",
             "backends": ", ".join([*filter(enabled, BACKENDS), REFERENCE]),
             "native code": native_code(),
