@@ -12,6 +12,8 @@ from polydraft.advice import WAYS
 from polydraft.draft import DRAFTERS
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
+from polydraft.options import LoadOptions
+from polydraft.profile import Pick, Profile, origin_of
 from polydraft.verify import SCHEMES
 
 
@@ -147,8 +149,8 @@ def test_it_is_what_loading_does(about, roomy: str) -> None:
 
 
 def test_weights_are_not_read(about, tmp_path: Path) -> None:
-    told = about(config_only(tmp_path / "large", "llama", num_hidden_layers=3000))
-    assert told["layers"] == 3000 and told["weights"] > 6e11
+    told = about(config_only(tmp_path / "large", "llama", num_hidden_layers=90, hidden_size=16384, intermediate_size=53248))
+    assert told["layers"] == 90 and told["weights"] > 3e11
     assert told["fits"] is False and told["auto"] == {
         "draft": None,
         "drafter": None,
@@ -171,6 +173,28 @@ def test_a_head_is_found(about, roomy: str, tmp_path: Path) -> None:
     told = about(folder)
     assert told["found"]["draft"] == told["auto"]["draft"] == str(tmp_path / "mine-head")
     assert told["auto"]["tree"] == "dynamic:8" and "beside" in told["auto"]["why"]
+
+
+def test_what_was_tuned_is_found(about, roomy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = torch.device("cpu")
+    origin = origin_of(LoadOptions(roomy), "none", place, torch.float32)
+    pick = Pick(temperature=0.0, batch=1, tree="none", drafter="lookup", speedup=1.5)
+    Profile(origin=origin, picks=[pick]).write(tmp_path / "profile.json")
+    monkeypatch.setenv("POLYDRAFT_PROFILE", str(tmp_path / "profile.json"))
+    told = about(roomy)
+    assert told["found"]["tuned"]["speedup"] == 1.5
+    assert (told["auto"]["draft"], told["auto"]["drafter"]) == ("none", "lookup") and "1.50× plain" in told["auto"]["why"]
+
+
+def test_a_config_from_a_hub_will_do(about, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = tmp_path / "models--org--mine"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0" * 40)
+    config = AutoConfig.for_model("qwen3", num_hidden_layers=5)
+    config.save_pretrained(folder / "snapshots" / ("0" * 40))
+    told = about("org/mine")
+    assert (told["type"], told["layers"], told["converted"]) == ("qwen3", 5, None)
 
 
 def test_types_by_other_code_and_types_that_are_refused(about, invoke, tmp_path: Path) -> None:
