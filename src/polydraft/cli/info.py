@@ -122,11 +122,8 @@ def _drafts(options: LoadOptions, model: "Outline", choice: "Choice | None", fit
     known = default_draft(options.target)
     pick = tuned(options, known, model.device, model.dtype, batch=1, temperature=None)
     found = {"draft": None if known == NONE else known, "tuned": None if pick is None else dataclasses.asdict(pick)}
-    settled = resolved(
-        dataclasses.replace(options, profile=NONE)
-        if pick is None
-        else dataclasses.replace(options, profile=NONE, tree=pick.tree, drafter=pick.drafter)
-    )
+    tree, drafter = (AUTO, AUTO) if pick is None else (pick.tree, pick.drafter)
+    settled = resolved(dataclasses.replace(options, profile=NONE, tree=tree, drafter=drafter))
     auto: Any = settled
     if pick is not None:
         why = f"polydraft tune found it the fastest here: {pick.speedup:.2f}× plain decoding at T={pick.temperature:g}"

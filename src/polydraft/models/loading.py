@@ -43,7 +43,7 @@ PACKAGES = {
     **dict.fromkeys(("fp8", "mxfp4", "nvfp4"), "kernels"),
 }
 """Packages that transformers needs for quantised weights, by scheme."""
-_ALLOWED = f"{BUNDLED}, a folder, a GGUF file, or a hub name"
+ALLOWED_TARGETS = f"{BUNDLED}, a folder, a GGUF file, or a hub name"
 
 logger = logging.getLogger(__name__)
 if logger.level == logging.NOTSET:  # most programs say themselves what they do
@@ -124,7 +124,7 @@ def load_model(
         # An adapter is merged before anything is rounded.
         folder = str(converted_folder(source, torch.float32 if dtype == torch.int8 and adapter is not None else dtype))
     else:
-        check_name("model", name, _ALLOWED)
+        check_name("model", name, ALLOWED_TARGETS)
         folder = name
         check_size(name)
     options = hub_options(folder)
@@ -151,7 +151,7 @@ def load_model(
             f"model {name!r} does not fit into the memory of {device}; use a smaller dtype or --device cpu"
         ) from None
     except (OSError, ValueError) as error:
-        raise cannot_load(name, _obstacle(folder, error)) from None
+        raise cannot_load(name, name_obstacle(folder, error)) from None
     except pickle.UnpicklingError:
         raise FailureError(
             f"cannot read the weights of model {name!r}: they are pickled and hold more than tensors, which could run any "
@@ -226,30 +226,9 @@ def _pretrained(name: str, folder: str, **options: Any) -> tuple[Any, dict[str, 
     )
 
 
-def without_weights(name: str) -> Any:
-    """Return a model of transformers on the meta device, by a folder's config.json or a hub's; refuse what `load_model` would.
-
-    Of the weights it is only seen whether they are there.
-    """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    check_name("model", name, _ALLOWED)
-    if os.path.isdir(name) and (reason := _missing_part(name)) is not None:
-        raise cannot_load(name, reason)
-    check_size(name)
-    try:
-        config = AutoConfig.from_pretrained(name, **hub_options(name))
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(config)
-    except (OSError, ValueError) as error:
-        raise cannot_load(name, _obstacle(name, error)) from None
-    except Exception as error:  # whatever a class makes of sizes that do not fit each other
-        raise FailureError(f"cannot load model {name!r} ({_first_line(error)}); download or save it again") from None
-
-
 def cannot_load(name: str, reason: str) -> UsageError:
     """Return what to say of a name that stands for no model."""
-    return UsageError(f"cannot load model {name!r}: {reason}; allowed: {_ALLOWED}")
+    return UsageError(f"cannot load model {name!r}: {reason}; allowed: {ALLOWED_TARGETS}")
 
 
 def check_size(name: str) -> None:
@@ -281,16 +260,16 @@ def _is_larger_than_its_files(folder: str) -> bool:
     return asked > 2 * packed * held  # 2: tables may be shared
 
 
-def _obstacle(folder: str, error: Exception) -> str:
+def name_obstacle(folder: str, error: Exception) -> str:
     """Say what a folder, or a name that may be on a hub, lacks."""
     reason = _first_line(error)
     if not os.path.isdir(folder):
         there = "does not appear to have" in reason  # a file of it was asked for, not the whole
         return f"what is there is incomplete ({reason})" if there else f"no such folder, and not found on a hub ({reason})"
-    return _missing_part(folder) or f"the folder holds no loadable model ({reason})"
+    return missing_part(folder) or f"the folder holds no loadable model ({reason})"
 
 
-def _missing_part(folder: str) -> str | None:
+def missing_part(folder: str) -> str | None:
     """Say which file a model's folder lacks; None if it has all."""
     names = os.listdir(folder)
     if "config.json" not in names:

@@ -3,6 +3,7 @@
 Everything here takes a second or two, whatever the model's size.
 """
 
+import os
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from polydraft.errors import UsageError
+from polydraft.errors import FailureError, UsageError, first_line
 from polydraft.models.bundled import BUNDLED, bundled_source
 from polydraft.models.check import working_twins
 from polydraft.models.families import context_limit, refuse_unsupported, scheme_of, text_config
@@ -25,7 +26,15 @@ from polydraft.models.gguf.tokenizer import check_tokenizer
 from polydraft.models.hf import HFModel
 from polydraft.models.inflated import is_inflated, source_name
 from polydraft.models.int8_copy import copy_bytes
-from polydraft.models.loading import without_weights
+from polydraft.models.loading import (
+    ALLOWED_TARGETS,
+    cannot_load,
+    check_name,
+    check_size,
+    hub_options,
+    missing_part,
+    name_obstacle,
+)
 from polydraft.models.quantised import quantise, refuse_twice
 
 
@@ -128,6 +137,27 @@ class Outline:
         return twin
 
 
+def _without_weights(name: str) -> Any:
+    """Return a model of transformers on the meta device, by a folder's config.json or a hub's.
+
+    Of a folder's weights it is only seen whether they are there.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    check_name("model", name, ALLOWED_TARGETS)
+    if os.path.isdir(name) and (reason := missing_part(name)) is not None:
+        raise cannot_load(name, reason)
+    check_size(name)
+    try:
+        config = AutoConfig.from_pretrained(name, **hub_options(name))
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise cannot_load(name, name_obstacle(name, error)) from None
+    except Exception as error:  # whatever a class makes of sizes that do not fit each other
+        raise FailureError(f"cannot load model {name!r} ({first_line(error)}); download or save it again") from None
+
+
 def outline(name: str, device: torch.device, dtype: torch.dtype) -> Outline:
     """Look at a model by name: the bundled one, a folder, a GGUF file, or a name on the Hugging Face hub.
 
@@ -137,7 +167,7 @@ def outline(name: str, device: torch.device, dtype: torch.dtype) -> Outline:
         raise UsageError(f"target {name!r} is a small model at a large one's cost, for benchmarks; name {source_name(name)}")
     source = bundled_source() if name == BUNDLED else gguf_source(name)
     if source is None:
-        return Outline(name, without_weights(name), device, dtype)
+        return Outline(name, _without_weights(name), device, dtype)
     header = read_header(source)
     check_tokenizer(source, header)
     architecture = Architecture(source, header)
