@@ -39,6 +39,7 @@ ROOMS = [
     "beam",
     "options",
     "defaults",
+    "advice",
     "profile",
     "backends",
     "automatic",

@@ -10,11 +10,13 @@ from transformers import AutoModelForCausalLM
 import polydraft
 from polydraft.automatic import automatic_draft
 from polydraft.defaults import default_draft
+from polydraft.loading import load_with
 from polydraft.models.heads.known import remember_draft
 from polydraft.models.int8_copy import Int8Copy
 from polydraft.models.loading import load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.options import LoadOptions
+from polydraft.profile import Pick, Profile, origin_of
 from polydraft.sampling import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -86,3 +88,12 @@ def test_a_head_that_was_trained_for_the_target_is_found(tmp_path: Path, monkeyp
     monkeypatch.delenv("POLYDRAFT_PROFILE")
     shutil.rmtree(tmp_path / "trained")
     assert default_draft("org/model") == "none"
+
+
+def test_a_profile_of_a_model_without_a_draft_is_followed(roomy: str, tmp_path: Path) -> None:
+    options = LoadOptions(roomy, dtype="float32", device="cpu", profile=str(tmp_path / "profile.json"))
+    place = resolve_device("cpu")
+    origin = origin_of(options, "none", place, resolve_dtype("float32", place))
+    pick = Pick(temperature=0.0, batch=1, tree="dynamic:8", drafter="lookup", speedup=1.5)
+    Profile(origin=origin, picks=[pick]).write(tmp_path / "profile.json")
+    assert load_with(options).drafter.name == "lookup"

@@ -88,6 +88,7 @@ TINY = {
     "train draft": ["--layers", "1", "--width", "64"],
     "analyze": ["--draft", "early-exit:1", "--limit", "2", "--max-new-tokens", "4", "--positions", "2"],
     "generate": ["--max-new-tokens", "4"],
+    "info": [],
     "certify": ["--quick", "--no-power"],
     "tune": ["--max-new-tokens", "8", "--batch-size", "1", "--minutes", "0.001", "--out", "profile.json"],
     "export": [],
@@ -232,6 +233,27 @@ def test_decisions_are_numbered_without_a_gap() -> None:
     assert [int(page.name[:3]) for page in pages] == [*range(1, len(pages) + 1)]
     for page in pages:
         assert page.read_text().startswith(f"# {int(page.name[:3])}. "), page.name
+
+
+def test_ways_to_make_a_model_faster_are_those_of_the_code() -> None:
+    from polydraft.advice import advice_table
+
+    table = "\n".join(advice_table())
+    assert f"\n\n{table}\n\n" in README, f"put this table into README.md:\n{table}"
+
+
+def test_figures_of_ways_to_make_a_model_faster_are_measured() -> None:
+    """They stand in README's results or in a log, or are the quotient of two that do."""
+    from polydraft.advice import INT8, WAYS
+
+    measured = README.split("## Results")[1] + "".join(page.read_text() for page in (ROOT / "docs" / "log").glob("*.md"))
+    for way in WAYS:
+        for figure in re.findall(r"\d\.\d\d(?=×)", way.gives):
+            assert f"{figure}×" in measured, figure
+    lines = README.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("| 2 Arm cores"))
+    float32, int8 = (int(lines[number].split("|")[6]) for number in (first, first + 2))
+    assert lines[first + 2].startswith("| int8") and f"{int8 / float32:.1f}× float32" in INT8.gives
 
 
 def test_every_scheme_is_described() -> None:

@@ -6,6 +6,7 @@ Nothing is trained. On a CPU drafting rests while it does not pay; on a GPU tree
 import dataclasses
 import logging
 import os
+from dataclasses import dataclass
 
 import torch
 
@@ -13,6 +14,7 @@ from polydraft.defaults import NONE, default_tree
 from polydraft.devices import is_host
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models.hf import HFModel
 from polydraft.models.int8_copy import NAME as INT8
 from polydraft.models.int8_copy import Int8Copy, copy_bytes, copy_obstacle
 from polydraft.models.loading import Loaded
@@ -36,6 +38,43 @@ def leaves_drafting_open(options: LoadOptions) -> bool:
     return options.tree == options.scheme == options.walk == options.drafter == AUTO and all(one is None for one in given)
 
 
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Who drafts for a target that no draft is known for."""
+
+    draft: str
+    drafter: str
+    tree: str
+    reason: str | None
+    """Why the target's own weights in int8 do not draft; None if they do."""
+
+
+def choose(target: HFModel, size: int, free: int | None) -> Choice:
+    """Choose who drafts for a target; its weights are not looked at.
+
+    Parameters
+    ----------
+    target : HFModel
+        The target, or a twin that runs as it does (`polydraft.models.outline`).
+    size : int
+        Bytes of an int8 copy of the target.
+    free : int, optional
+        Bytes of memory that are free beside the target; None where nobody knows.
+    """
+    reason = copy_obstacle(target) or _too_small(target.device, size) or _no_room(size, free)
+    if reason is not None:
+        return _without_copy(target, reason)
+    gpu, dtype = _place(target)
+    return Choice(draft=INT8, drafter=AUTO, tree=default_tree(gpu=gpu, dtype=dtype, copy=True), reason=None)
+
+
+def _without_copy(target: HFModel, reason: str) -> Choice:
+    gpu, dtype = _place(target)
+    if gpu:
+        return Choice(draft=NONE, drafter=AUTO, tree=NONE, reason=reason)
+    return Choice(draft=NONE, drafter=NGRAMS, tree=default_tree(gpu=gpu, dtype=dtype), reason=reason)
+
+
 def automatic_draft(
     options: LoadOptions, loaded: Loaded, free: int | None = None
 ) -> tuple[LoadOptions, LanguageModel | FeatureHead | None]:
@@ -51,48 +90,51 @@ def automatic_draft(
         Bytes of memory that are free; as the system says if not given.
     """
     target = loaded.model
-    gpu, dtype = not is_host(target.device), str(target.dtype).removeprefix("torch.")
-    reason = copy_obstacle(target) or _too_small(target) or _no_room(target, free or _free_bytes(target.device))
+    size = copy_bytes(target.hf_model)
+    choice = choose(target, size, free or free_bytes(target.device))
     copy: Int8Copy | None = None
-    if reason is None:
+    if choice.reason is None:
         try:
             copy = Int8Copy(target)
-        except (UsageError, torch.OutOfMemoryError) as error:  # no compiler, or memory that somebody else took meanwhile
-            reason = str(error).splitlines()[0]
-    train = f"a trained head is faster: polydraft train head --target {target.name} --out {_short(target.name)}-head"
-    if copy is not None:
-        logger.info(
-            "no draft for %s is known: its own weights in int8 draft, %.1f GB more memory (--draft none: plain); %s",
-            target.name, copy_bytes(target) / 1e9, train,
-        )  # fmt: skip
-        tree = default_tree(gpu=gpu, dtype=dtype, copy=True)
-        return dataclasses.replace(options, draft=INT8, tree=tree), copy
-    if gpu:
-        logger.info("no draft for %s is known, and %s: decoding plainly; %s", target.name, reason, train)
-        return dataclasses.replace(options, draft=NONE, tree=NONE), None
-    logger.info("no draft for %s is known, and %s: n-grams of the text draft where they pay; %s", target.name, reason, train)
-    return dataclasses.replace(options, draft=NONE, drafter=NGRAMS, tree=default_tree(gpu=gpu, dtype=dtype)), None
+        except (UsageError, torch.OutOfMemoryError) as error:  # somebody else took the memory meanwhile
+            choice = _without_copy(target, str(error).splitlines()[0])
+    said = {
+        INT8: f": its own weights in int8 draft, {size / 1e9:.1f} GB more memory (--draft none: plain)",
+        NGRAMS: f", and {choice.reason}: n-grams of the text draft where they pay",
+        AUTO: f", and {choice.reason}: decoding plainly",
+    }[choice.draft if copy is not None else choice.drafter]
+    logger.info("no draft for %s is known%s; a trained head is faster: %s", target.name, said, train_command(target.name))
+    return dataclasses.replace(options, draft=choice.draft, drafter=choice.drafter, tree=choice.tree), copy
+
+
+def train_command(target: str) -> str:
+    """Return the command that trains a head for a target."""
+    return f"polydraft train head --target {target} --out {_short(target)}-head"
+
+
+def _place(target: HFModel) -> tuple[bool, str]:
+    return not is_host(target.device), str(target.dtype).removeprefix("torch.")
 
 
 def _short(name: str) -> str:
     return os.path.basename(name.rstrip("/")).removesuffix(".gguf")
 
 
-def _too_small(target: LanguageModel) -> str | None:
-    if is_host(target.device) or copy_bytes(target) >= _LEAST_ON_GPU:
+def _too_small(device: torch.device, size: int) -> str | None:
+    if is_host(device) or size >= _LEAST_ON_GPU:
         return None
     return "its passes are too short on a GPU for a copy of its weights to pay"
 
 
-def _no_room(target: LanguageModel, free: int | None) -> str | None:
+def _no_room(size: int, free: int | None) -> str | None:
     """Say that a copy does not fit into the memory that is free; None if it does, or nobody knows."""
-    needed = copy_bytes(target)
-    if free is None or needed <= _SPARE * free:
+    if free is None or size <= _SPARE * free:
         return None
-    return f"a copy of its weights would take {needed / 1e9:.1f} GB of the {free / 1e9:.1f} GB of memory that are free"
+    return f"a copy of its weights would take {size / 1e9:.1f} GB of the {free / 1e9:.1f} GB of memory that are free"
 
 
-def _free_bytes(device: torch.device) -> int | None:
+def free_bytes(device: torch.device) -> int | None:
+    """Return how many bytes of memory are free on a device; None where the system does not say."""
     if not is_host(device):
         return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     try:

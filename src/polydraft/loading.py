@@ -53,7 +53,6 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
     check_device_map(options.device_map, options.device)
     left_open = options.tree == AUTO
-    all_open = options.draft == AUTO and leaves_drafting_open(options)
     if isinstance(options.target, str):
         options = resolved(options, batch=batch, temperature=temperature)
         place = resolve_device(options.device)
@@ -70,7 +69,7 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
         _check_place(options, loaded)
         options = _resolved(options, loaded.model.device, loaded.model.dtype)
     _say_defaults(loaded, options.generation_config)
-    if all_open and options.draft == NONE:
+    if options.draft == AUTO:
         options, draft = automatic_draft(options, loaded)
     else:
         draft = load_draft(options.draft, loaded)
@@ -78,7 +77,10 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
 
 
 def resolved(options: LoadOptions, *, batch: int = 1, temperature: float | None = None) -> LoadOptions:
-    """Return the options with the draft, the tree and the drafter that ``"auto"`` means on this machine."""
+    """Return the options with the draft, the tree and the drafter that ``"auto"`` means on this machine.
+
+    The draft stays ``"auto"`` where none is known and none was ruled out: `polydraft.automatic` chooses by the target's sizes.
+    """
     place = resolve_device(options.device)
     number_format = resolve_dtype(options.dtype, place)
     return _resolved(_tuned(options, place, number_format, batch, temperature), place, number_format)
@@ -183,6 +185,7 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
     if draft == AUTO:
         named = isinstance(options.target, str)
         draft = default_draft(options.target) if named and needs_draft(options.drafter) else NONE
+        draft = AUTO if draft == NONE and leaves_drafting_open(options) else draft
     return dataclasses.replace(options, tree=tree, draft=draft)
 
 

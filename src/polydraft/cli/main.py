@@ -23,7 +23,7 @@ _COMMANDS = {
     "chat": "Chat with the target model.",
     "export": "Export a draft for other engines.",
     "generate": "Generate text from one prompt.",
-    "info": "Show what is installed and which schemes, drafters and models there are.",
+    "info": "Show what is installed, or what a model needs and what would make it faster.",
     "serve": "Serve the target over the OpenAI API.",
     "train": "Train a draft for your target.",
     "tune": "Find the best drafting settings for this machine, and keep them.",

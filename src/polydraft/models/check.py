@@ -7,7 +7,7 @@ See docs/decisions/020-unknown-models-are-tried-on-a-twin.md.
 
 import itertools
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,13 +41,7 @@ def check_habits(model: "HFModel", wrap: Callable[[Any], "HFModel"]) -> bool:
     # Quantised as well: inputs are rounded to steps, and a last bit of attention's may move one by a whole step. In Gemma 3 in
     # int8, with inputs 800 times as large as most, its own passes over a text and over a part of it differ by 2e-3.
     coarse = model.int8 or model.quantised_by is not None or model.dtype not in (torch.float32, torch.float64)
-    for twin in twins(model.hf_model):
-        try:
-            wrapped = wrap(twin)
-            _try(wrapped)
-        # Sizes that do not fit each other: this twin tells nothing of the model.
-        except Exception:
-            continue
+    for wrapped in working_twins(model.hf_model, wrap):
         goes_on = _check_twin(wrapped)
         model.resumes = wrapped.resumes
         # The class is fine; what is left to find is a model whose layers were changed, and routing of experts rounds coarsely.
@@ -60,6 +54,19 @@ def check_habits(model: "HFModel", wrap: Callable[[Any], "HFModel"]) -> bool:
     if window:  # one text, few branches: this is the model itself, and its window may be wide
         _check(model, [min(window + 4, (model.max_positions or window + 6) - 2)], tolerance, tree="[[0],[1],[1,0]]")
     return False
+
+
+def working_twins(model: Any, wrap: Callable[[Any], "HFModel"]) -> Iterator["HFModel"]:
+    """Yield twins of a model of transformers, of which no weights are needed, that run at all."""
+    for twin in twins(model):
+        try:
+            wrapped = wrap(twin)
+            with torch.no_grad():
+                _try(wrapped)
+        # Sizes that do not fit each other: this twin tells nothing of the model.
+        except Exception:
+            continue
+        yield wrapped
 
 
 def _check_twin(model: "HFModel") -> bool:

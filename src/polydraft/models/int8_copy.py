@@ -13,7 +13,7 @@ from torch import nn
 from polydraft.devices import is_host
 from polydraft.errors import UsageError
 from polydraft.models.hf import HFModel
-from polydraft.models.quantised import quantise
+from polydraft.models.quantised import kernels_missing, quantise
 
 NAME = "int8"
 
@@ -37,9 +37,9 @@ class Int8Copy(HFModel):
         self.max_positions = target.max_positions
 
 
-def copy_bytes(target: Any) -> int:
-    """Return what a copy takes: a byte for each weight of a linear layer."""
-    return sum(part.weight.numel() for part in target.hf_model.modules() if type(part) is nn.Linear)
+def copy_bytes(model: Any) -> int:
+    """Return what a copy of a Hugging Face model takes: a byte for each weight of a linear layer."""
+    return sum(part.weight.numel() for part in model.modules() if type(part) is nn.Linear)
 
 
 def copy_obstacle(target: Any) -> str | None:
@@ -55,7 +55,7 @@ def copy_obstacle(target: Any) -> str | None:
     if target.spread is not None:
         return str(target.spread)
     if is_host(target.device):
-        return None if target.native else "its products are compiled code, which is switched off"
+        return kernels_missing(target.device) if target.native else "its products are compiled code, which is switched off"
     if target.dtype != torch.bfloat16 or target.lean is None or target.fast is None:
         return "on a GPU it is for Llama-shaped models in bfloat16"
     return None

@@ -35,7 +35,7 @@ from polydraft.models.language_model import LanguageModel
 from polydraft.models.placement import TENSOR_PARALLEL, layout_options
 from polydraft.models.quantised import is_quantised, quantise, refuse_without_kernels
 
-_PACKAGES = {
+PACKAGES = {
     **{name: name for name in ("torchao", "bitsandbytes", "compressed-tensors", "hqq", "aqlm", "eetq", "auto-round")},
     "gptq": "gptqmodel and optimum",
     "awq": "gptqmodel",
@@ -43,6 +43,7 @@ _PACKAGES = {
     **dict.fromkeys(("fp8", "mxfp4", "nvfp4"), "kernels"),
 }
 """Packages that transformers needs for quantised weights, by scheme."""
+ALLOWED_TARGETS = f"{BUNDLED}, a folder, a GGUF file, or a hub name"
 
 logger = logging.getLogger(__name__)
 if logger.level == logging.NOTSET:  # most programs say themselves what they do
@@ -116,7 +117,6 @@ def load_model(
         return _load_inflated(name, device, dtype, native, invariant, adapter)
     from transformers import AutoConfig, AutoTokenizer
 
-    allowed = f"{BUNDLED}, a folder, a GGUF file, or a hub name"
     source = bundled_source() if name == BUNDLED else gguf_source(name)
     if source is not None:
         if dtype == torch.int8:
@@ -124,15 +124,11 @@ def load_model(
         # An adapter is merged before anything is rounded.
         folder = str(converted_folder(source, torch.float32 if dtype == torch.int8 and adapter is not None else dtype))
     else:
-        check_name("model", name, allowed)
+        check_name("model", name, ALLOWED_TARGETS)
         folder = name
+        check_size(name)
     options = hub_options(folder)
     layout: dict[str, Any] = {} if device_map is None else layout_options(device_map)
-    if source is None and _is_larger_than_its_files(folder):
-        raise FailureError(
-            f"cannot read the weights of model {name!r} (its tensors have other shapes than config.json says: it asks for more "
-            "weights than the files could hold); download or save it again"
-        )
     logger.info("loading %s ...", name)
     try:
         with warnings.catch_warnings():
@@ -155,7 +151,7 @@ def load_model(
             f"model {name!r} does not fit into the memory of {device}; use a smaller dtype or --device cpu"
         ) from None
     except (OSError, ValueError) as error:
-        raise UsageError(f"cannot load model {name!r}: {_obstacle(folder, error)}; allowed: {allowed}") from None
+        raise cannot_load(name, name_obstacle(folder, error)) from None
     except pickle.UnpicklingError:
         raise FailureError(
             f"cannot read the weights of model {name!r}: they are pickled and hold more than tensors, which could run any "
@@ -226,8 +222,22 @@ def _pretrained(name: str, folder: str, **options: Any) -> tuple[Any, dict[str, 
         reason = _first_line(error)
     raise UsageError(
         f"cannot load model {name!r}, whose weights are quantised by {scheme} ({reason}); install "
-        f"{_PACKAGES.get(scheme, 'what that takes')}, or use weights that are not quantised"
+        f"{PACKAGES.get(scheme, 'what that takes')}, or use weights that are not quantised"
     )
+
+
+def cannot_load(name: str, reason: str) -> UsageError:
+    """Return what to say of a name that stands for no model."""
+    return UsageError(f"cannot load model {name!r}: {reason}; allowed: {ALLOWED_TARGETS}")
+
+
+def check_size(name: str) -> None:
+    """Refuse a folder whose config.json asks for far more weights than its files hold."""
+    if _is_larger_than_its_files(name):
+        raise FailureError(
+            f"cannot read the weights of model {name!r} (its tensors have other shapes than config.json says: it asks for more "
+            "weights than the files could hold); download or save it again"
+        )
 
 
 def _is_larger_than_its_files(folder: str) -> bool:
@@ -250,12 +260,17 @@ def _is_larger_than_its_files(folder: str) -> bool:
     return asked > 2 * packed * held  # 2: tables may be shared
 
 
-def _obstacle(folder: str, error: Exception) -> str:
+def name_obstacle(folder: str, error: Exception) -> str:
     """Say what a folder, or a name that may be on a hub, lacks."""
     reason = _first_line(error)
     if not os.path.isdir(folder):
         there = "does not appear to have" in reason  # a file of it was asked for, not the whole
         return f"what is there is incomplete ({reason})" if there else f"no such folder, and not found on a hub ({reason})"
+    return missing_part(folder) or f"the folder holds no loadable model ({reason})"
+
+
+def missing_part(folder: str) -> str | None:
+    """Say which file a model's folder lacks; None if it has all."""
     names = os.listdir(folder)
     if "config.json" not in names:
         return "its folder has no config.json"
@@ -263,7 +278,7 @@ def _obstacle(folder: str, error: Exception) -> str:
         return f"its folder has no {lost[0]}, a part of its weights"
     if not any(name.endswith((".safetensors", ".bin")) for name in names):
         return "its folder has no weights, such as model.safetensors"
-    return f"the folder holds no loadable model ({reason})"
+    return None
 
 
 def _shards(folder: str) -> list[str]:

@@ -128,12 +128,25 @@ def is_int8_llama(model: Any) -> bool:
     return is_quantised(model) and is_llama_shaped(model) and not has_hooks(model.base_model.modules())
 
 
-def refuse_without_kernels(device: torch.device | None = None) -> None:
-    """Refuse int8 where nothing multiplies by it faster than by float32."""
+def kernels_missing(device: torch.device | None = None) -> str | None:
+    """Return why nothing multiplies by int8 faster than by float32; None if something does."""
     one_11 = torch.ones(1, 1, device=device)
     if multiply_int8.chosen(one_11, *rounded(one_11), None) is None:
+        return "int8 needs native kernels, which are off or cannot be built here"
+    return None
+
+
+def refuse_without_kernels(device: torch.device | None = None) -> None:
+    """Refuse int8 where nothing multiplies by it faster than by float32."""
+    if (reason := kernels_missing(device)) is not None:
+        raise UsageError(f"dtype {reason}; install a C compiler, or use float32")
+
+
+def refuse_twice(scheme: str | None) -> None:
+    """Refuse int8 for weights that a scheme has quantised already."""
+    if scheme is not None:
         raise UsageError(
-            "dtype int8 needs native kernels, which are off or cannot be built here; install a C compiler, or use float32"
+            f"dtype int8 does not work with weights that are quantised by {scheme} already; use float32 or bfloat16"
         )
 
 
@@ -152,10 +165,7 @@ def quantise(model: Any, keep: bool = False) -> Any:
         The same object.
     """
     refuse_without_kernels(model.device)
-    if (scheme := quantised_by(model)) is not None:
-        raise UsageError(
-            f"dtype int8 does not work with weights that are quantised by {scheme} already; use float32 or bfloat16"
-        )
+    refuse_twice(quantised_by(model))
     head = model.get_output_embeddings()
     for module in list(model.modules()):
         for name, child in list(module.named_children()):

@@ -56,13 +56,21 @@ def gguf_source(name: str) -> Path | None:
 
 def converted_folder(source: Path, dtype: torch.dtype) -> Path:
     """Return a folder with a GGUF file's model in a number format, converting it the first time."""
-    root = cache_root() / "gguf"
-    _tidy(root)
-    kind = str(dtype).removeprefix("torch.")
-    folder = root / f"{source.stem[:80]}-{_fingerprint(source)}-{kind}"
+    folder = _folder(source, dtype)
+    _tidy(folder.parent)
     if not is_complete(folder):
         convert(source, folder, dtype)
     return folder
+
+
+def is_converted(source: Path, dtype: torch.dtype) -> bool:
+    """Whether a GGUF file was converted to a number format before."""
+    return is_complete(_folder(source, dtype))
+
+
+def _folder(source: Path, dtype: torch.dtype) -> Path:
+    kind = str(dtype).removeprefix("torch.")
+    return cache_root() / "gguf" / f"{source.stem[:80]}-{_fingerprint(source)}-{kind}"
 
 
 def is_complete(folder: Path) -> bool:

@@ -1,0 +1,80 @@
+"""Ways to make a model of one's own faster: one table, which README shows and `polydraft info --target` prints.
+
+Figures are those of docs/log/2026-11-18-39-a-target-that-drafts-for-itself.md and of README's results.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """What somebody may have, what to do with it, what that takes, and what it gives."""
+
+    have: str
+    options: str = ""
+    """Of commands that load a model."""
+    command: str = ""
+    """What is run once, before."""
+    by_default: bool = False
+    """Whether commands do so without the options, too."""
+    takes: str
+    gives: str
+
+    @property
+    def cell(self) -> str:
+        """What README has for options and command."""
+        said = f"`{self.command or self.options}`"
+        return f"nothing, or {said}" if self.by_default else said
+
+
+COPY = Way(
+    have="nothing but the model",
+    options="--draft int8",
+    by_default=True,
+    takes="a byte of memory per weight",
+    gives=(
+        "1.67× at T=0, 1.42× at T=1 (SmolLM2 in float32, two Arm cores); 1.24× and 1.26× (7B shape in bf16, H200; on a GPU, "
+        "from 4B weights on)"
+    ),
+)
+INT8 = Way(
+    have="little memory, and a CPU",
+    options="--dtype int8",
+    takes="less memory; it is a slightly different model",
+    gives=(
+        "2.4× float32 (SmolLM2, two Arm cores, both without a draft); n-grams of the text draft, and rest where they lose "
+        "(what they add is not measured)"
+    ),
+)
+TRAIN = Way(
+    have="minutes on a GPU",
+    command="polydraft train head --target org/my-model --out my-model-head",
+    takes="6 minutes and 0.2 GB of disk for Gemma-3-270M (3M tokens, 300 steps, H200); it first estimates yours",
+    gives="3.29× at T=0, 2.36× at T=1 (7B shape, H200); found by itself from then on",
+)
+WAYS = (
+    COPY,
+    INT8,
+    Way(
+        have="a small model of the same family",
+        options="--draft org/small-model",
+        takes="the small model's memory",
+        gives="not measured; it depends on the pair, and `polydraft tune` measures it",
+    ),
+    Way(
+        have="a public EAGLE-3 head",
+        options="--draft org/eagle3-head",
+        takes="the head's memory",
+        gives="not measured; it depends on the head",
+    ),
+    TRAIN,
+)
+
+
+def advice_table() -> Iterator[str]:
+    """Yield the lines that README has of it."""
+    yield "| you have | pass | it takes | speed-up |"
+    yield "|---|---|---|---|"
+    for way in WAYS:
+        yield f"| {way.have} | {way.cell} | {way.takes} | {way.gives} |"

@@ -1,0 +1,174 @@
+"""A model before its weights are read: sizes by its config.json or the header of its GGUF file, habits by a twin.
+
+Everything here takes a second or two, whatever the model's size.
+"""
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from polydraft.errors import FailureError, UsageError, first_line
+from polydraft.models.bundled import BUNDLED, bundled_source
+from polydraft.models.check import working_twins
+from polydraft.models.families import context_limit, refuse_unsupported, scheme_of, text_config
+from polydraft.models.gguf import gguf_source
+from polydraft.models.gguf.architecture import Architecture
+from polydraft.models.gguf.conversion import Conversion
+from polydraft.models.gguf.folder import is_converted
+from polydraft.models.gguf.header import read_header
+from polydraft.models.gguf.shards import SHARD_BYTES
+from polydraft.models.gguf.tokenizer import check_tokenizer
+from polydraft.models.hf import HFModel
+from polydraft.models.inflated import is_inflated, source_name
+from polydraft.models.int8_copy import copy_bytes
+from polydraft.models.loading import (
+    ALLOWED_TARGETS,
+    cannot_load,
+    check_name,
+    check_size,
+    hub_options,
+    missing_part,
+    name_obstacle,
+)
+from polydraft.models.quantised import quantise, refuse_twice
+
+
+@dataclass(frozen=True, eq=False)
+class Outline:
+    """What is known of a model whose weights were not read.
+
+    Attributes
+    ----------
+    model : transformers.PreTrainedModel
+        On the meta device: all sizes, no numbers.
+    device, dtype : torch.device, torch.dtype
+        Where and in which number format it would run; int8 is for weights.
+    source : Path, optional
+        Its GGUF file, if it is in one.
+    """
+
+    name: str
+    model: Any
+    device: torch.device
+    dtype: torch.dtype
+    source: Path | None = None
+    architecture: Architecture | None = None
+    """Of a GGUF file."""
+
+    @property
+    def model_type(self) -> str:
+        """Name that transformers has for models of its kind."""
+        return str(text_config(self.model).model_type)
+
+    @property
+    def num_layers(self) -> int | None:
+        """How many layers it has, if it says so."""
+        found = getattr(text_config(self.model), "num_hidden_layers", None)
+        return None if found is None else int(found)
+
+    @property
+    def num_weights(self) -> int:
+        """How many numbers it holds; those of tables that are shared count once."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens it knows."""
+        table = self.model.get_output_embeddings()
+        return int(getattr(table, "out_features", None) or text_config(self.model).vocab_size)
+
+    @property
+    def max_positions(self) -> int | None:
+        """How many tokens a text may have."""
+        return context_limit(text_config(self.model))
+
+    @property
+    def scheme(self) -> str | None:
+        """What its weights are quantised by, if they are."""
+        return scheme_of(self.model.config)
+
+    @property
+    def copy_bytes(self) -> int:
+        """What an int8 copy of it would take."""
+        return copy_bytes(self.model)
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether a GGUF file was converted to this number format before."""
+        return self.source is not None and is_converted(self.source, self.dtype)
+
+    def num_bytes(self, dtype: torch.dtype) -> int | None:
+        """Return what its weights take in a number format, in memory and, of GGUF files, on disk; None where nobody knows."""
+        if self.source is not None and self.architecture is not None:
+            return Conversion(self.source, self.architecture, dtype, SHARD_BYTES).num_bytes
+        if self.scheme is not None:
+            return sum(file.stat().st_size for file in Path(self.name).glob("*.safetensors")) or None
+        if dtype != torch.int8:
+            return self.num_weights * int(dtype.itemsize)
+        # A table that the output head shares stays beside its int8 form.
+        tables = {id(part) for part in self.model.get_input_embeddings().parameters()}
+        rounded = {id(part.weight) for part in self.model.modules() if type(part) is nn.Linear} - tables
+        in_float32: int = sum(part.numel() for part in self.model.parameters() if id(part) not in rounded)
+        return self.copy_bytes + 4 * in_float32
+
+    @cached_property
+    def twin(self) -> HFModel | None:
+        """A small model that runs here as this one would; None where none could be made.
+
+        Raises
+        ------
+        UsageError
+            That says why models of this kind cannot be used, as `polydraft.models.loading.load_model` would.
+        """
+        refuse_unsupported(self.model)
+        if self.dtype == torch.int8:
+            refuse_twice(self.scheme)
+        found = next(working_twins(self.model, lambda twin: HFModel(twin, trusted=True)), None)
+        if found is None:
+            return None
+        small = found.hf_model.to(self.device, torch.float32 if self.dtype == torch.int8 else self.dtype)
+        twin = HFModel(quantise(small) if self.dtype == torch.int8 else small, self.name)
+        twin.quantised_by = self.scheme  # twins have numbers as they are
+        return twin
+
+
+def _without_weights(name: str) -> Any:
+    """Return a model of transformers on the meta device, by a folder's config.json or a hub's.
+
+    Of a folder's weights it is only seen whether they are there.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    check_name("model", name, ALLOWED_TARGETS)
+    if os.path.isdir(name) and (reason := missing_part(name)) is not None:
+        raise cannot_load(name, reason)
+    check_size(name)
+    try:
+        config = AutoConfig.from_pretrained(name, **hub_options(name))
+        with torch.device("meta"):
+            return AutoModelForCausalLM.from_config(config)
+    except (OSError, ValueError) as error:
+        raise cannot_load(name, name_obstacle(name, error)) from None
+    except Exception as error:  # whatever a class makes of sizes that do not fit each other
+        raise FailureError(f"cannot load model {name!r} ({first_line(error)}); download or save it again") from None
+
+
+def outline(name: str, device: torch.device, dtype: torch.dtype) -> Outline:
+    """Look at a model by name: the bundled one, a folder, a GGUF file, or a name on the Hugging Face hub.
+
+    What is missing, cut short or no model is refused as `polydraft.models.loading.load_model` does.
+    """
+    if is_inflated(name):
+        raise UsageError(f"target {name!r} is a small model at a large one's cost, for benchmarks; name {source_name(name)}")
+    source = bundled_source() if name == BUNDLED else gguf_source(name)
+    if source is None:
+        return Outline(name, _without_weights(name), device, dtype)
+    header = read_header(source)
+    check_tokenizer(source, header)
+    architecture = Architecture(source, header)
+    return Outline(name, architecture.model, device, dtype, source, architecture)
