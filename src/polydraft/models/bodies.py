@@ -166,7 +166,7 @@ def lean_body(model: Any) -> LeanBody | None:
         is_llama_shaped(model)
         and model.config._attn_implementation == "sdpa"
         # Of other types are quantised weights, torchao's say, which cannot be put side by side.
-        and all(type(part) is nn.Linear and type(part.weight) is nn.Parameter for part in _linears(body))
+        and all(type(part) is nn.Linear and type(part.weight) is nn.Parameter for part in linears(body))
         # Weights made in inference mode cannot become views without breaking the model for its owner.
         and not any(parameter.is_inference() for parameter in body.parameters())
         and not has_hooks(body.modules())
@@ -175,7 +175,8 @@ def lean_body(model: Any) -> LeanBody | None:
     return LeanBody(body) if plain else None
 
 
-def _linears(body: Any) -> Iterator[nn.Module]:
+def linears(body: Any) -> Iterator[nn.Module]:
+    """Yield what stands where a Llama-shaped body has linear layers: these, or what an adapter has put in their place."""
     for layer in body.layers:
         attention, mlp = layer.self_attn, layer.mlp
         yield from (getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polydraft.errors import UsageError
-from polydraft.models.bodies import adjacent, has_hooks, is_llama_shaped
+from polydraft.models.bodies import adjacent, has_hooks, is_llama_shaped, linears
 from polydraft.models.families import quantised_by
 from polydraft.operations import operation
 
@@ -125,7 +125,10 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 def is_int8_llama(model: Any) -> bool:
     """Whether a model is in int8, and has the layers that `Int8Body` understands; hooks and adapters work on the modules."""
-    return is_quantised(model) and is_llama_shaped(model) and not has_hooks(model.base_model.modules())
+    if not (is_quantised(model) and is_llama_shaped(model)):
+        return False
+    body = model.base_model
+    return all(type(part) is Int8Linear for part in linears(body)) and not has_hooks(body.modules())
 
 
 def refuse_without_kernels(device: torch.device | None = None) -> None:
