@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import polydraft
+from covering import covering
 from polydraft.backends.native import kernels
 from polydraft.errors import UsageError
 from polydraft.hf_generate import Speculate
@@ -18,6 +19,12 @@ from polydraft.sampling import SamplingParams
 GREEDY = {"sampling": SamplingParams(temperature=0), "max_new_tokens": 12}
 PROMPT = [9, 30, 44, 12, 71, 8, 25]
 ADAPTED = ("q_proj", "down_proj")
+SWITCHES = [
+    {"active_adapters": ["two"]},
+    {"disable_adapters": True},
+    {"disable_adapters": False, "active_adapters": ["one"]},
+    {"scaling": {"one": 2.0}},
+]
 
 
 class Lora(torch.nn.Module):
@@ -79,17 +86,38 @@ def test_switching_changes_the_text_and_nothing_is_left_of_the_other(tree, keep)
     decoder = polydraft.load(model, draft="none" if tree == "none" else built(), tree=tree)
     assert decoder.target.adapted and decoder.target.lean is None and decoder.target.fast is None
     texts = []
-    for state in (
-        {},
-        {"active_adapters": ["two"]},
-        {"disable_adapters": True},
-        {"disable_adapters": False, "active_adapters": ["one"]},
-        {"scaling": {"one": 2.0}},
-    ):
+    for state in ({}, *SWITCHES):
         switch(model, **state)
         texts.append(decoder.generate(PROMPT, keep=keep, **GREEDY).token_ids)
         assert texts[-1] == generated(model)
     assert texts[0] == texts[3] and len(set(map(tuple, texts))) == 4
+
+
+@pytest.mark.skipif(kernels() is None, reason="there are no native kernels here")
+@pytest.mark.parametrize(("tree", "keep"), covering(["3x2x1", "dynamic:8:4:fixed"], [True, False]))
+def test_a_copy_goes_on_with_the_adapter_that_it_was_made_with_and_the_text_does_not(tree, keep):
+    model = put_on(built())
+    decoder = polydraft.load(model, "int8", tree=tree)
+    first = decoder.generate(PROMPT, keep=keep, **GREEDY)
+    assert first.token_ids == generated(model) and first.stats.tokens_per_pass > 2
+    for state in SWITCHES:
+        switch(model, **state)
+        found = decoder.generate(PROMPT, keep=keep, **GREEDY)
+        assert found.token_ids == generated(model)
+        if state.get("active_adapters") == ["one"]:  # as when it was copied
+            assert found.token_ids == first.token_ids and found.stats.passes == first.stats.passes
+    copied = [part for part in decoder.drafter.model.hf_model.modules() if isinstance(part, Lora)]
+    assert copied and all(part.active_adapters == ["one"] and part.scaling["one"] == 1.0 for part in copied)
+
+
+@pytest.mark.skipif(kernels() is None, reason="there are no native kernels here")
+def test_a_copy_from_before_an_adapter_was_put_on_drafts_for_the_model_with_it():
+    model = built()
+    decoder = polydraft.load(model, "int8", tree="3x2x1")
+    changes = [(lambda model: None), put_on, (lambda model: switch(model, active_adapters=["two"])), take_off]
+    for change in changes:
+        change(model)
+        assert decoder.generate(PROMPT, keep=True, **GREEDY).token_ids == generated(model)
 
 
 def test_weights_that_change_in_place_are_read_anew():

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 import polydraft.papers  # noqa: F401 - Self-Draft's branches
-from polydraft.defaults import asked_for, default_draft, default_tree
+from polydraft.defaults import NONE, asked_for, default_draft, default_tree
 from polydraft.described import documented, made_from
 from polydraft.devices import is_host
 from polydraft.draft import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
@@ -20,6 +20,7 @@ from polydraft.draft.tree_drafter import check_drafter, split_drafter
 from polydraft.engine import Decoder, Engine, Stats, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
+from polydraft.loading import default_decoder
 from polydraft.models import FeatureHead, LanguageModel, check_prompts
 from polydraft.models.adapters import places_of
 from polydraft.models.families import text_config
@@ -58,11 +59,13 @@ _ROW_DEPENDENT = ("PrefixConstrained", "EncoderRepetitionPenalty", "EncoderNoRep
 class SpeculateOptions(TreeOptions):
     """What `Speculate` can be told."""
 
-    draft: Any = field(default=None, kw_only=False)
+    draft: Any = field(default=AUTO, kw_only=False)
     """A small transformers model with the same tokenizer, on the same device, a `LanguageModel` or a `FeatureHead`; or what
     `polydraft.load` takes by name, loaded for the first model that it is used with; None for plain decoding.
 
-    Names are compared by tokenizers where that of the model is on this machine, by the size of their vocabularies otherwise."""
+    ``"auto"`` is what `load` means by it: the draft that is known for the model, or else its own weights in int8, or n-grams;
+    nothing but n-grams where these are asked for. Names are compared by tokenizers where that of the model is on this machine,
+    by the size of their vocabularies otherwise."""
     ngrams: str | None = None
     """Also draft from n-grams: self-draft, ngram, lookup, suffix, corpus; join several with +.
 
@@ -132,6 +135,17 @@ class Speculate:
         if options.ngrams is not None:
             self._drafter = _with_ngrams(self._drafter, options.ngrams, options.grams or GramTreeOptions(), pauses)
 
+    def _draft_by_name(self, name: str, loaded: Loaded) -> None:
+        """Load a draft for a target and make the drafter; without a name, as `load` does."""
+        options, target = self._options, loaded.model
+        if name == AUTO:
+            name = NONE if options.ngrams is not None else default_draft(target.name)
+            all_open = options.tree == options.scheme == options.walk == AUTO and options.draft_temperature is None
+            if name == NONE and options.ngrams is None and all_open:
+                self._draft, self._drafter = None, default_decoder(loaded, None, target.name).drafter
+                return
+        self._draft_by(load_draft(name, loaded))
+
     def __call__(
         self,
         model: Any,
@@ -190,8 +204,7 @@ class Speculate:
         if target is None or target.hf_model is not model or self._places != places_of(model):
             target = HFModel(model, endless=True)
             if isinstance(name, str):
-                name = default_draft(target.name) if name == AUTO else name
-                self._draft_by(load_draft(name, Loaded(target, _tokenizer_of(model), ())))
+                self._draft_by_name(name, Loaded(target, _tokenizer_of(model), ()))
             elif isinstance(self._draft, FeatureHead):
                 target.tap(self._draft.shape.taps)
             self._target, self._places = target, places_of(model)

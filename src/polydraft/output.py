@@ -68,7 +68,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
     remove_leftovers(path.parent, path.name[:_LONGEST_NAME])
     with partial_beside(path) as partial:
         partial.mkdir()
-        lock = _lock(partial)
+        lock, _ = _lock(partial)
         try:
             yield partial
         finally:
@@ -83,26 +83,26 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
             found = _PARTIAL.fullmatch(leftover.name)
             if found is None or name not in (None, found[1]) or leftover.is_symlink() or not leftover.is_dir():
                 continue
-            if time.time() - leftover.stat().st_mtime < _YOUNG_SECONDS or (lock := _lock(leftover)) is None:
+            if time.time() - leftover.stat().st_mtime < _YOUNG_SECONDS or (lock := _lock(leftover)[0]) is None:
                 continue
             shutil.rmtree(leftover, ignore_errors=True)
             os.close(lock)
 
 
-def _lock(folder: Path) -> int | None:
-    """Lock a folder until the returned descriptor is closed; None if it is locked already, or cannot be."""
+def _lock(folder: Path) -> tuple[int | None, bool]:
+    """Lock a folder until the returned descriptor is closed, None where that fails; say whether another process holds it."""
     try:
         import fcntl
 
         descriptor = os.open(folder, os.O_RDONLY)
     except (ImportError, OSError):
-        return None
+        return None, False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
+    except OSError as error:
         os.close(descriptor)
-        return None
-    return descriptor
+        return None, error.errno in (errno.EAGAIN, errno.EACCES)
+    return descriptor, False
 
 
 @contextmanager
@@ -119,34 +119,17 @@ def locked(folder: Path, waiting: Callable[[], None] | None) -> Iterator[bool]:
     bool
         Whether the lock is held.
     """
-    lock = _lock(folder)
-    if lock is None and waiting is not None and _can_lock(folder):
+    lock, taken = _lock(folder)
+    if taken and waiting is not None:
         waiting()
         while lock is None and folder.exists():
             time.sleep(_POLL_SECONDS)
-            lock = _lock(folder)
+            lock, _ = _lock(folder)
     try:
         yield lock is not None
     finally:
         if lock is not None:
             os.close(lock)
-
-
-def _can_lock(folder: Path) -> bool:
-    """Whether the system has locks for a folder."""
-    try:
-        import fcntl
-
-        descriptor = os.open(folder, os.O_RDONLY)
-    except (ImportError, OSError):
-        return False
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except OSError as error:
-        return error.errno in (errno.EAGAIN, errno.EACCES)
-    finally:
-        os.close(descriptor)
 
 
 @contextmanager

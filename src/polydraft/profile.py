@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from polydraft.devices import captures, cpu_facts, cpu_name
 from polydraft.errors import UsageError, first_line
-from polydraft.models.fingerprint import digest_of, model_fingerprint
+from polydraft.models.fingerprint import digest_of, model_fingerprint, package_version
 from polydraft.models.inflated import source_name
 from polydraft.options import AUTO, LoadOptions
 from polydraft.output import cache_root, written_whole
@@ -115,7 +114,7 @@ def origin_of(options: LoadOptions, draft: str, place: torch.device, number_form
         "pair": f"{options.target} with {draft} in {str(number_format).removeprefix('torch.')}",
         "files": digest_of(marks)[:12],
         "machine": machine,
-        "version": f"polydraft {_version()}, torch {torch.__version__}",
+        "version": f"polydraft {package_version()}, torch {torch.__version__}",
     }
 
 
@@ -172,10 +171,3 @@ def _cpu() -> str:
     """Return the name of the CPU, with a mark of its instruction sets where the system tells them."""
     told = cpu_facts()
     return f"{cpu_name()} ({digest_of(told.get('flags') or told.get('Features'))[:6]})"
-
-
-def _version() -> str:
-    try:
-        return metadata.version("polydraft")
-    except metadata.PackageNotFoundError:  # run from its sources
-        return "0"

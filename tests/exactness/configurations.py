@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from polydraft import operations
 from polydraft.certify.reference import next_distributions
 from polydraft.draft import DRAFTERS, GRAM_DRAFTERS
 from polydraft.engine import Decoder, Generation
@@ -13,6 +15,7 @@ from polydraft.sampling import SamplingParams
 from polydraft.verify import SCHEMES, WALKS
 
 from .checks import FALSE_ALARM, text_p_values
+from .copies import copy_target, make_copy_decoder, network_distributions, poor_copy
 from .setups import (
     COMBINATIONS,
     DRAFT,
@@ -66,13 +69,38 @@ class Configuration:
 
     def p_values(self, results: list[Generation]) -> list[float]:
         """Test the texts against the exact distributions."""
-        target, draft = (FIXTURE_TARGET, FIXTURE_DRAFT) if self.fixture else (TARGET, DRAFT)
         tokens_NL = np.array([result.token_ids for result in results])
-        return text_p_values(
-            tokens_NL,
-            lambda new_NL: next_distributions(target, list(self.prompt), new_NL, self.sampling),
-            lambda new_NL: next_distributions(draft, list(self.prompt), new_NL, SamplingParams()),
-        )
+        return text_p_values(tokens_NL, self._target_distributions, self._draft_distributions)
+
+    def _target_distributions(self, new_NL: NDArray[Any]) -> NDArray[Any]:
+        target = FIXTURE_TARGET if self.fixture else TARGET
+        return next_distributions(target, list(self.prompt), new_NL, self.sampling)
+
+    def _draft_distributions(self, new_NL: NDArray[Any]) -> NDArray[Any]:
+        draft = FIXTURE_DRAFT if self.fixture else DRAFT
+        return next_distributions(draft, list(self.prompt), new_NL, SamplingParams())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopyConfiguration(Configuration):
+    """One whose draft is a copy of the target, at work in the target's own memory; that takes real networks."""
+
+    samples: int = 1_500
+
+    def decoder(self) -> Decoder:
+        """Build it."""
+        return make_copy_decoder(scheme=self.scheme, walk=self.walk, tree=self.tree, drafter=self.drafter)
+
+    def generate(self) -> list[Generation]:
+        """Continue the prompt many times, by compiled code: a copy is for that."""
+        with operations.using(*operations.BACKENDS):
+            return super().generate()
+
+    def _target_distributions(self, new_NL: NDArray[Any]) -> NDArray[Any]:
+        return network_distributions(copy_target(), self.prompt, new_NL, self.sampling)
+
+    def _draft_distributions(self, new_NL: NDArray[Any]) -> NDArray[Any]:
+        return network_distributions(poor_copy(), self.prompt, new_NL, SamplingParams())
 
 
 SCHEMES_AND_WALKS = [(scheme, walk) for scheme in SCHEMES for walk in WALKS if WALKS.get(walk).fits(SCHEMES.get(scheme))]
@@ -121,6 +149,11 @@ CONFIGURATIONS = [
         samples=800,
         sampling=SamplingParams(top_p=0.85, temperature=0.8, repetition_penalty=1.3),
     ),
+    CopyConfiguration(label="copy"),
+    CopyConfiguration(label="copy, truncated", tree="fork:2x4", sampling=SamplingParams(top_p=0.85, temperature=0.8)),
+    CopyConfiguration(label="copy, block walk", scheme="auto", walk="block", sampling=PENALTIES),
+    CopyConfiguration(label="copy beside n-grams", drafter="suffix+model", prompt=GRAM_PROMPT),
+    CopyConfiguration(label="copy, dynamic", drafter="dynamic", scheme="auto"),
 ]
 
 FIXTURE_CONFIGURATIONS = [

@@ -20,6 +20,7 @@ from .configurations import (
     THRESHOLD,
     TREE_DRAFTERS,
     Configuration,
+    CopyConfiguration,
 )
 from .setups import ADMITTED, COMBINATIONS, EVERY_DRAFTER, PENALTIES, RAGGED_PROMPTS, make_decoder, tree_for
 
@@ -40,6 +41,8 @@ ONCE = set(chosen(list(product(TREE_DRAFTERS, ("", ", truncated")))))
 SLOW |= {f"drafter {name}{how}" for name, how in product(TREE_DRAFTERS, ("", ", truncated")) if (name, how) not in ONCE}
 SLOW |= {"drafter model, truncated", "drafter self-draft+model, truncated"}
 """Drafters are by turns truncated and not, but for what most configurations draft by."""
+SLOW |= {one.label for one in CONFIGURATIONS if isinstance(one, CopyConfiguration)} - {"copy"}
+"""Of a copy it matters what it leaves behind, however it is asked."""
 
 
 def quick_or_slow(configurations: list[Configuration], slow: set[str]) -> list[Any]:
@@ -53,6 +56,7 @@ def test_nothing_that_is_registered_is_left_to_the_slow_tests() -> None:
     fixture = [one for one in FIXTURE_CONFIGURATIONS if one.label not in SLOW_FIXTURE]
     assert {one.scheme for one in fixture} == set(SCHEMES) and {one.walk for one in fixture} == set(WALKS)
     assert {one.drafter for one in CONFIGURATIONS if one.label not in SLOW} >= set(EVERY_DRAFTER)
+    assert any(isinstance(one, CopyConfiguration) for one in CONFIGURATIONS if one.label not in SLOW)
 
 
 @pytest.mark.parametrize("configuration", quick_or_slow(CONFIGURATIONS, SLOW))

@@ -38,9 +38,27 @@ def test_greedy_text_is_that_of_generate(inputs):
 
 def test_plain_decoding_without_a_draft():
     plain = target().generate(**batch, do_sample=False, max_new_tokens=9, pad_token_id=0)
-    for custom in (Speculate(), Speculate(draft=draft(), tree="none"), Speculate(draft=HFModel(draft()), tree="chain:2")):
+    for custom in (Speculate(None), Speculate(draft=draft(), tree="none"), Speculate(draft=HFModel(draft()), tree="chain:2")):
         got = target().generate(**batch, do_sample=False, max_new_tokens=9, pad_token_id=0, custom_generate=custom)
         assert torch.equal(got, plain)
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_without_a_draft_it_does_what_load_does(copied, caplog, monkeypatch):
+    """Its own weights in int8 draft, or n-grams where these cannot be copied; a tree by name is for a draft by name."""
+    caplog.set_level("INFO", logger="polydraft")
+    if not copied:
+        monkeypatch.setattr("polydraft.automatic.copy_obstacle", lambda target: "it is somebody else's")
+    settings = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": 0}
+    plain = target().generate(**batch, **settings)
+    custom = Speculate()
+    for _ in range(2):
+        assert torch.equal(target().generate(**batch, **settings, custom_generate=custom), plain)
+    (line,) = [one.message for one in caplog.records if "no draft" in one.message]
+    assert ("its own weights in int8 draft" if copied else "somebody else's: n-grams of the text draft") in line
+    assert torch.equal(target().generate(**batch, **settings, custom_generate=Speculate(tree="3x2x1")), plain)
+    assert torch.equal(target().generate(**batch, **settings, custom_generate=Speculate(ngrams="lookup")), plain)
+    assert len([one for one in caplog.records if "no draft" in one.message]) == 1
 
 
 def test_several_texts_of_one_prompt():

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,6 +41,13 @@ def _path_logits(model: Any, texts: Sequence[Sequence[int]]) -> Tensor:
     padded = torch.tensor([list(text) + [0] * (longest - len(text)) for text in texts])
     logits = model(input_ids=padded, use_cache=False).logits
     return logits[torch.arange(len(texts)), torch.tensor([len(text) - 1 for text in texts])]
+
+
+@pytest.fixture(name="cache")
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder for what polydraft keeps."""
+    monkeypatch.setenv("POLYDRAFT_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
 
 
 @pytest.fixture(scope="session")

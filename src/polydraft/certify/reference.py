@@ -63,18 +63,30 @@ def small_pair() -> ModelPair:
 
 
 def next_distributions(model: TabularModel, prompt: list[int], new_NL: NDArray[Any], params: SamplingParams) -> NDArray[Any]:
-    """Return the next token's probabilities [N, V] after a prompt and L new tokens, in the order of Hugging Face `generate`."""
-    text_NT = np.concatenate([np.tile(np.array(prompt), (len(new_NL), 1)), new_NL], axis=1)
-    scores_NV = _logits(model, text_NT)
+    """Return the next token's probabilities [N, V] after a prompt and L new tokens."""
+    text_NT = joined(prompt, new_NL)
+    return sampled_distributions(_logits(model, text_NT), text_NT, new_NL, params)
+
+
+def joined(prompt: list[int], new_NL: NDArray[Any]) -> NDArray[Any]:
+    """Return whole texts: the prompt before each row of new tokens."""
+    return np.concatenate([np.tile(np.array(prompt), (len(new_NL), 1)), new_NL], axis=1)
+
+
+def sampled_distributions(
+    scores_NV: NDArray[Any], text_NT: NDArray[Any], new_NL: NDArray[Any], params: SamplingParams
+) -> NDArray[Any]:
+    """Return what sampling makes of a model's logits after whole texts, in the order of Hugging Face `generate`."""
+    scores_NV = scores_NV.copy()
     for token, bias in params.logit_bias.items():
         scores_NV[:, token] += bias
-    penalty = params.repetition_penalty
+    penalty, vocabulary = params.repetition_penalty, scores_NV.shape[1]
     punished_NV = np.where(scores_NV > 0, scores_NV / penalty, scores_NV * penalty)
-    scores_NV = np.where(_counts(text_NT, model.vocab_size) > 0, punished_NV, scores_NV)
-    counts_NV = _counts(new_NL, model.vocab_size)
+    scores_NV = np.where(_counts(text_NT, vocabulary) > 0, punished_NV, scores_NV)
+    counts_NV = _counts(new_NL, vocabulary)
     scores_NV = scores_NV - params.presence_penalty * (counts_NV > 0) - params.frequency_penalty * counts_NV
     if params.temperature == 0:
-        one_hot_NV: NDArray[Any] = np.eye(model.vocab_size)[scores_NV.argmax(-1)]
+        one_hot_NV: NDArray[Any] = np.eye(vocabulary)[scores_NV.argmax(-1)]
         return one_hot_NV
     return _truncated(_softmax(scores_NV / params.temperature), params)
 

@@ -10,7 +10,6 @@ import logging
 import statistics
 import time
 from collections.abc import Callable, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from polydraft.draft.candidates import best_children, drawn_children, gains
 from polydraft.draft.speedup import Costs, cost_curve
 from polydraft.draft.trie import Limits, as_draft_tree, grow, trie_ladder
 from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models.fingerprint import package_version
 from polydraft.models.int8_copy import Int8Copy
 from polydraft.models.placement import agreed
 from polydraft.ngrams import GramOptions, SuffixCache
@@ -317,16 +317,9 @@ def _key(target: LanguageModel, draft: Draft, nodes: int) -> str:
         place = f"{torch.cuda.get_device_name(target.device)} {'captured' if target.graph_obstacle is None else 'eager'}"
     kind = "int8" if getattr(target, "int8", False) else getattr(target, "dtype", "table")
     native = "native" if getattr(target, "native", None) is not None else "torch"
-    version = hashlib.sha256(f"{_version()} {torch.__version__} {cpu_features()}".encode()).hexdigest()[:8]
+    version = hashlib.sha256(f"{package_version()} {torch.__version__} {cpu_features()}".encode()).hexdigest()[:8]
     words = (target.name, "ngrams" if draft is None else draft.name, kind, native, place, nodes, version)
     return "_".join("".join(letter if letter.isalnum() else "-" for letter in str(word))[-40:] for word in words)
-
-
-def _version() -> str:
-    try:
-        return metadata.version("polydraft")
-    except metadata.PackageNotFoundError:  # run from its sources
-        return "0"
 
 
 def _read(file: Path, draft: Draft) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ Backends run whole passes of such a body in one go (`fast_body`).
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -98,20 +98,29 @@ class LeanBody:
         return torch.cat([normed_BTF, *tapped], dim=-1) if tapped else normed_BTF
 
 
-class LeanLayer:
-    """Weights of one layer, fused, and what they compute."""
+W = TypeVar("W")
 
-    def __init__(self, layer: Any, index: int) -> None:
+
+class FusedLayer(Generic[W]):
+    """Weights of one layer, those of several products as one, which `join` makes of their layers, with the biases."""
+
+    def __init__(self, layer: Any, index: int, join: Callable[[list[Any]], tuple[W, Tensor | None]]) -> None:
         attention, mlp = layer.self_attn, layer.mlp
         self.index = index
         self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.qkv, self.qkv_bias = _side_by_side([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up, self.gate_up_bias = _side_by_side([mlp.gate_proj, mlp.up_proj])
+        self.qkv, self.qkv_bias = join([attention.q_proj, attention.k_proj, attention.v_proj])
+        self.gate_up, self.gate_up_bias = join([mlp.gate_proj, mlp.up_proj])
         self.output, self.down = attention.o_proj, mlp.down_proj
-        self.channels = attention.head_dim
+        self.channels, self.scale = attention.head_dim, attention.scaling
         self.queries = attention.q_proj.out_features // self.channels
         self.keys = attention.k_proj.out_features // self.channels
-        self.scale = attention.scaling
+
+
+class LeanLayer(FusedLayer[Tensor]):
+    """One layer in the model's own number format, and what it computes."""
+
+    def __init__(self, layer: Any, index: int) -> None:
+        super().__init__(layer, index, _side_by_side)
 
     def __call__(
         self, hidden_BTF: Tensor, cos_BT1C: Tensor, sin_BT1C: Tensor, mask_B1TS: Tensor | None, cache: SlotCache | None
@@ -166,7 +175,7 @@ def lean_body(model: Any) -> LeanBody | None:
         is_llama_shaped(model)
         and model.config._attn_implementation == "sdpa"
         # Of other types are quantised weights, torchao's say, which cannot be put side by side.
-        and all(type(part) is nn.Linear and type(part.weight) is nn.Parameter for part in _linears(body))
+        and all(type(part) is nn.Linear and type(part.weight) is nn.Parameter for part in linears(body))
         # Weights made in inference mode cannot become views without breaking the model for its owner.
         and not any(parameter.is_inference() for parameter in body.parameters())
         and not has_hooks(body.modules())
@@ -175,7 +184,8 @@ def lean_body(model: Any) -> LeanBody | None:
     return LeanBody(body) if plain else None
 
 
-def _linears(body: Any) -> Iterator[nn.Module]:
+def linears(body: Any) -> Iterator[nn.Module]:
+    """Yield what stands where a Llama-shaped body has linear layers: these, or what an adapter has put in their place."""
     for layer in body.layers:
         attention, mlp = layer.self_attn, layer.mlp
         yield from (getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))

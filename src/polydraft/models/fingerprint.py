@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,14 @@ from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_source
 def digest_of(value: Any) -> str:
     """Return a short mark of anything that JSON can hold."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def package_version() -> str:
+    """Return the version of polydraft that is installed."""
+    try:
+        return metadata.version("polydraft")
+    except metadata.PackageNotFoundError:  # run from its sources
+        return "0"
 
 
 def model_fingerprint(name: str) -> str | None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polydraft.errors import UsageError
-from polydraft.models.bodies import adjacent, has_hooks, is_llama_shaped
+from polydraft.models.bodies import FusedLayer, adjacent, has_hooks, is_llama_shaped, linears
 from polydraft.models.families import quantised_by
 from polydraft.operations import operation
 
@@ -91,19 +91,11 @@ class Int8Body:
         self.layers = [Int8Layer(layer, index) for index, layer in enumerate(body.layers)]
 
 
-class Int8Layer:
-    """Weights of one layer, named as in a `LeanLayer`."""
+class Int8Layer(FusedLayer[Int8Weight]):
+    """One layer in int8."""
 
     def __init__(self, layer: Any, index: int) -> None:
-        attention, mlp = layer.self_attn, layer.mlp
-        self.index = index
-        self.input_norm, self.mlp_norm = layer.input_layernorm, layer.post_attention_layernorm
-        self.qkv, self.qkv_bias = _side_by_side([attention.q_proj, attention.k_proj, attention.v_proj])
-        self.gate_up, self.gate_up_bias = _side_by_side([mlp.gate_proj, mlp.up_proj])
-        self.output, self.down = attention.o_proj, mlp.down_proj
-        self.channels, self.scale = attention.head_dim, attention.scaling
-        self.queries = attention.q_proj.out_features // self.channels
-        self.keys = attention.k_proj.out_features // self.channels
+        super().__init__(layer, index, _side_by_side)
 
 
 def _side_by_side(linears: list[Int8Linear]) -> tuple[Int8Weight, Tensor | None]:
@@ -125,7 +117,10 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 def is_int8_llama(model: Any) -> bool:
     """Whether a model is in int8, and has the layers that `Int8Body` understands; hooks and adapters work on the modules."""
-    return is_quantised(model) and is_llama_shaped(model) and not has_hooks(model.base_model.modules())
+    if not (is_quantised(model) and is_llama_shaped(model)):
+        return False
+    body = model.base_model
+    return all(type(part) is Int8Linear for part in linears(body)) and not has_hooks(body.modules())
 
 
 def kernels_missing(device: torch.device | None = None) -> str | None:
