@@ -30,7 +30,7 @@ SAMPLINGS: dict[str, Any] = {
 PROMPTS = [[*prompt, *GRAM_PROMPT] for prompt in RAGGED_PROMPTS]
 SEEDS = [7, 8, 9]
 ALONE = [name for name in GRAM_DRAFTERS if name in ("lookup", "suffix", "corpus")]
-UNIONS = ["suffix+corpus", "lookup+model", "suffix+corpus+head", "corpus+dynamic-head"]
+UNIONS = ["suffix+corpus", "lookup+model", "suffix+corpus+head", "corpus+head"]
 
 # By default a text's own n-grams, and a corpus beside a draft, have their distribution tested; unions take longest in the rest.
 every_drafter = pytest.mark.parametrize("drafter", some_slow([*ALONE, *UNIONS], ["lookup", "corpus", *UNIONS[:-1]]))

@@ -39,13 +39,15 @@ def launched(what: str, capability: int, dtype: str, cache: Path) -> list[dict[s
 
 
 def kernels() -> set[str]:
-    """Return the names of all kernels in the package; those with an underscore are parts of others."""
-    found = set()
+    """Return the names of all kernels in the package, without parts of others: what these call, and what has an underscore."""
+    compiled: list[ast.FunctionDef] = []
     for path in SOURCES.rglob("*.py"):
         if "triton.jit" in (text := path.read_text()):
             functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
-            found |= {each.name for each in functions if any("triton.jit" in ast.unparse(one) for one in each.decorator_list)}
-    return {name for name in found if not name.startswith("_")}
+            compiled += [each for each in functions if any("triton.jit" in ast.unparse(one) for one in each.decorator_list)]
+    calls = [node.func for function in compiled for node in ast.walk(function) if isinstance(node, ast.Call)]
+    parts = {ast.unparse(called).rpartition(".")[2] for called in calls if not ast.unparse(called).startswith("tl.")}
+    return {each.name for each in compiled if each.name not in parts and not each.name.startswith("_")}
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from native.native_models import block_of, random_text, random_tree, read
 from polydraft.backends.native import build
@@ -99,6 +100,31 @@ def test_nothing_but_our_passes_is_touched(asked):
     with pytest.raises(ZeroDivisionError), linears:
         1 / 0  # noqa: B018
     assert "forward" not in vars(layer)
+
+
+@compiled
+def test_long_texts_too_where_torch_has_no_instructions_for_the_format(asked, monkeypatch):
+    monkeypatch.setattr("polydraft.backends.native.linears.cpu_computes_bfloat16", lambda: False)
+    layer, input_BTX = layer_of(40, 50, "bfloat16"), inputs(130, 50, "bfloat16").view(2, 65, 50)
+    with torch.no_grad(), native_linears(layer, least=1):
+        got = layer(input_BTX)
+    assert asked == [64, 64, 2], "torch would take minutes for a prompt"
+    with torch.no_grad(), native_linears(layer, least=1):
+        alone = torch.stack([layer(row_TX[place : place + 1])[0] for row_TX in input_BTX for place in range(65)])
+    assert got.shape == (2, 65, 40) and torch.equal(got.flatten(0, 1), alone)
+
+
+@compiled
+def test_a_model_is_checked_by_the_products_that_run_it(asked):
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = AutoConfig.for_model(
+            "gemma3_text", hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+            num_key_value_heads=1, head_dim=32, vocab_size=2048, sliding_window=16,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config).eval()
+    HFModel(model)
+    assert asked, "its output head is large enough"
 
 
 @compiled

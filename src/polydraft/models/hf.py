@@ -82,10 +82,12 @@ class HFModel(LanguageModel):
         self.native = native
         """Whether compiled code may be used."""
         self.linears: AbstractContextManager[None] | None = None
-        """What runs the linear layers of a body that does not run as a whole; not before its habits are known."""
+        """What runs the linear layers of a body that does not run as a whole."""
         try:
-            self._describe(model, name)
+            with (fast_linears(model) if native else None) or nullcontext():
+                self._describe(model, name)
             self._choose_passes(model, lean, invariant)
+            self._choose_linears()
             self.output = OutputHead(self)
             goes_on = self.max_positions is None or self.steady_positions
             tested = self.config.model_type in FAMILIES and self.quantised_by is None and not self.adapted
@@ -99,7 +101,6 @@ class HFModel(LanguageModel):
             raise _does_not_work(model, error) from error
         if invariant and not self.invariant:
             raise UsageError(f"model {self.name!r} cannot be invariant: {self._variance()}; leave out invariant")
-        self._choose_linears()
         self.vocabulary = vocabulary if self._split_head else None
         if self.vocabulary is not None:
             self.output = OutputHead(self, self.vocabulary)
@@ -249,7 +250,7 @@ class HFModel(LanguageModel):
         options: dict[str, Tensor] = {}
         if self.takes_positions:
             options["position_ids"] = torch.arange(tokens_BT.shape[1], device=self.device).expand_as(tokens_BT)
-        with torch.no_grad():
+        with torch.no_grad(), self.linears or nullcontext():
             logits_BTV: Tensor = self.hf_model(input_ids=tokens_BT, use_cache=False, **options).logits
         return logits_BTV
 

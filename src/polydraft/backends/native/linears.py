@@ -19,11 +19,12 @@ from polydraft.backends.native.arguments import FLOATS, Weight
 from polydraft.backends.native.build import kernels
 from polydraft.backends.native.product import NativeProduct
 from polydraft.models.forwards import ReplacedForwards
+from polydraft.models.placement import cpu_computes_bfloat16
 from polydraft.models.products import fast_linears
 from polydraft.operations import implements
 
 MOST_ROWS = 64
-"""Tokens of a product. For more, torch is as fast in float32."""
+"""Tokens of a product. For more, torch is as fast, unless it has no instructions for the number format."""
 LEAST_WEIGHTS = 1 << 17
 """Numbers of a weight. With fewer, calling takes longer than multiplying."""
 
@@ -47,15 +48,23 @@ class _Forward:
 
     def __call__(self, input: Tensor) -> Tensor:
         weight_FX, bias_F = self._layer.weight, self._layer.bias
-        few = _HERE.depth and input.is_cpu and 0 < input.numel() <= MOST_ROWS * weight_FX.shape[1]
-        if few and input.dtype == weight_FX.dtype and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
+        few = 0 < input.numel() <= MOST_ROWS * weight_FX.shape[1] or (_slow(input.dtype) and input.numel() > 0)
+        here = _HERE.depth and few and input.is_cpu
+        if here and input.dtype == weight_FX.dtype and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
             addresses = weight_FX.data_ptr(), 0 if bias_F is None else bias_F.data_ptr()
             if addresses != self._addresses:  # what is elsewhere may be in another format too
                 self._addresses = addresses
                 self._product = NativeProduct(self._library, Weight(weight_FX, bias_F)) if _fits(self._layer) else None
             if self._product is not None:
-                return self._product(input).to(input.dtype)
+                rows_RX = input.reshape(-1, input.shape[-1])
+                parts = [self._product(rows_RX[first : first + MOST_ROWS]) for first in range(0, len(rows_RX), MOST_ROWS)]
+                return torch.cat(parts).view(*input.shape[:-1], -1).to(input.dtype)
         return functional.linear(input, weight_FX, bias_F)
+
+
+def _slow(dtype: torch.dtype) -> bool:
+    """Whether torch has no instructions for a number format here: it then multiplies hundreds of times more slowly."""
+    return dtype == torch.bfloat16 and not cpu_computes_bfloat16()
 
 
 def _fits(layer: nn.Linear) -> bool:
