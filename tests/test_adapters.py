@@ -79,8 +79,7 @@ def generated(model):
     return model.generate(tokens_BT, max_new_tokens=12, **options)[0, len(PROMPT) :].tolist()
 
 
-@pytest.mark.parametrize("keep", [False, True])
-@pytest.mark.parametrize("tree", ["none", "3x2x1", "dynamic:8"])
+@pytest.mark.parametrize(("tree", "keep"), covering(["none", "3x2x1", "dynamic:8"], [False, True]))
 def test_switching_changes_the_text_and_nothing_is_left_of_the_other(tree, keep):
     model = put_on(built())
     decoder = polydraft.load(model, draft="none" if tree == "none" else built(), tree=tree)

@@ -120,7 +120,8 @@ def gguf_file(folder: Path) -> Path:
     return folder / "mine.gguf"
 
 
-def test_a_target_is_told_in_few_lines(invoke, roomy: str) -> None:
+def test_a_target_is_told_in_few_lines(invoke, roomy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
     code, out, err = invoke("info", "--target", roomy, *ON_CPU)
     lines = out.splitlines()
     assert (code, err) == (0, "") and len(lines) <= 25

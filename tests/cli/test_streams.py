@@ -127,7 +127,7 @@ def test_torn_settings_are_left_alone(invoke, tiny: str, tmp_path: Path, case: s
 
 
 def test_a_file_that_cannot_be_written_is_named(invoke, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> dict:
+    def fail(*_: object) -> dict:
         raise PermissionError(13, "Permission denied", str(tmp_path))
 
     monkeypatch.setattr("polydraft.cli.info._facts", fail)

@@ -311,7 +311,7 @@ def test_slots_that_come_back_empty_keep_rounds_captured(name: str) -> None:
     assert rounds == replays > 10 and set(rows_of(graphs)) == {8, 1}
 
 
-@pytest.mark.parametrize(("name", "seed", "turns"), [("plain", 0, 70), *all_slow(["plain", "model", "head"], range(12), [160])])
+@pytest.mark.parametrize(("name", "seed", "turns"), [("plain", 0, 40), *all_slow(["plain", "model", "head"], range(12), [160])])
 def test_whatever_happens_to_others(name: str, seed: int, turns: int) -> None:
     """Texts come, go on, are let go while they wait, are read or run; prompts are of any length, one token included."""
     decoder, chance = decoder_of(name), random.Random(seed)

@@ -182,6 +182,7 @@ def test_gpt_neo_exits_early_with_its_windows():
     assert decoder.generate(prompt, sampling=GREEDY, max_new_tokens=16).token_ids == expected[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_phi4_ends_where_generate_forgets_the_text():
     """Past the original context its `generate` loses the cache, and differs from its own plain passes."""
     model = HFModel(build("phi4_multimodal"), endless=True)

@@ -148,8 +148,14 @@ def replaced(model, kind, scheme, head=False):
     return model
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text"])
-@pytest.mark.parametrize(("kind", "scheme", "head"), [(Counted, "gptq", True), (Counted, "awq", False), (Halved, "fp8", False)])
+REPLACED = [(Counted, "gptq", True), (Counted, "awq", False), (Halved, "fp8", False)]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "scheme", "head"),
+    [*(("llama", *one) for one in REPLACED), ("gemma3_text", *REPLACED[0])]
+    + [pytest.param("gemma3_text", *one, marks=pytest.mark.slow) for one in REPLACED[1:]],
+)
 def test_layers_that_others_have_replaced_run_under_trees(name, kind, scheme, head):
     target = check_texts(replaced(build(name), kind, scheme, head), build(name))
     assert target.quantised_by == scheme and target.lean is None and target.fast is None

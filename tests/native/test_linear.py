@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from covering import covering
 from native.native_models import block_of, random_text, random_tree, read
 from polydraft.backends.native import build
 from polydraft.backends.native.linears import native_linears
@@ -188,8 +189,7 @@ def test_what_the_owner_does_is_followed():
 
 
 @compiled
-@every_dtype
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), covering(SHAPES, DTYPES))
 @torch.inference_mode()
 def test_models(shape, dtype, asked):
     with torch.inference_mode(False):
