@@ -10,7 +10,7 @@ import torch
 from polydraft.certify.reference import echo_pair
 from polydraft.draft import costs as measured
 from polydraft.draft.candidates import gains
-from polydraft.draft.costs import SCHEMES_MEASURED, costs_of, measure, measured_costs, rising
+from polydraft.draft.costs import GRAMS, SCHEMES_MEASURED, costs_of, measure, measured_costs, rising
 
 NOISY = {1: 44.2, 4: 55.2, 8: 47.5, 16: 49.9, 24: 59.6}
 """Milliseconds as one busy machine gave them: a pass of 4 tokens slower than one of 16."""
@@ -30,11 +30,14 @@ def test_costs_are_in_plain_rounds() -> None:
         "target": {"1": 30.0, "8": 40.0},
         "level": {"top": 5.0, "hybrid": 5.0},
         "verification": {"plain": 2.0, "top": 0.0, "hybrid": 3.0},
+        "host": 8.0,
     }
-    chosen, drawn = costs_of(table, "top"), costs_of(table, "hybrid")  # a plain round: 30, the draw 2, the host 1.6 levels
-    assert (chosen.draft_level, drawn.draft_level) == (pytest.approx(5 / 40), pytest.approx(6 / 40))
-    assert (chosen.overhead, drawn.overhead) == (pytest.approx(3.5 / 40), pytest.approx(3.5 / 40))
+    chosen, drawn = costs_of(table, "top"), costs_of(table, "hybrid")  # a plain round: 30, the draw 2, the host 8
+    assert (chosen.draft_level, drawn.draft_level) == (pytest.approx(13 / 40), pytest.approx(14 / 40))
+    assert chosen.overhead == drawn.overhead == 0
     assert drawn.tree_pass(1) == 1 and drawn.tree_pass(8) == 50 / 40
+    grams = costs_of({**table, "level": {GRAMS: 1.0}, "verification": {"plain": 2.0, GRAMS: 2.0}}, GRAMS)
+    assert grams.draft_level == 1 / 40, "they are looked up once, whatever the depth"
 
 
 def test_a_captured_round_needs_no_host_and_verifies_once() -> None:

@@ -35,13 +35,6 @@ logger = logging.getLogger(__name__)
 _SIZES = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _CONTEXT, _BEAM, _DRAWING, _CHILDREN = 128, 8, 2, 4
 _LEAST_REPEATS, _MOST_REPEATS, _SECONDS = 4, 12, 2.0
-_OVERHEAD = 0.7
-"""What a round with drafts takes beside its passes, in draft levels: both are small operations for the most part. Dynamic
-rounds of the bundled pair in int8 take more, 4 ms where a level takes 2.4; reckoned with that, the default would rest where
-it gains."""
-_HOST = 1.6
-"""What every round takes on the host beside its passes and its draw, in draft levels, for the same reason: plain rounds of the
-bundled model take 3.5 to 5 ms more than a pass that follows a pass, in int8 as in float32."""
 _TOGETHER = 4
 """Runs that are timed together on a GPU, so that the wait for it is not counted with each."""
 _DISTURBED = 1.6
@@ -52,8 +45,9 @@ SCHEMES_MEASURED = ("top", "hybrid")
 """What trees of a draft are verified by, at temperature 0 and above."""
 GRAMS = "naive"
 """What n-grams are verified by."""
-_GRAM_HOST = 3.2
-"""The same in walks over a root alone, where there is no draft: 0.9 ms of a plain round of a tiny model, a walk 0.27."""
+_HOST = 3.2
+"""What every round, and every level of a draft, takes on the host beside its passes and draws, in walks over a root alone: 0.9
+ms of a plain round of a tiny model, where a walk takes 0.27; 1.1 ms of one of the bundled model in int8."""
 _PERIOD = 24
 """Of the text in which n-grams are looked up to see how long that takes: all of it has been there before."""
 Draft = LanguageModel | FeatureHead | None
@@ -98,14 +92,12 @@ def costs_of(table: Mapping[str, Any], scheme: str) -> Costs:
     level, plain_draw = table["level"][scheme], table["verification"]["plain"]
     verification = max(table["verification"][scheme] - plain_draw, 0.0)  # the draw of a round's last token comes in any case
     captured = table.get("captured", False)
-    host = table["host"] if "host" in table else _HOST * table["level"]["top"]
-    always = plain_draw + (0 if captured else host)
-    passes = rising({int(size): seconds + always for size, seconds in table["target"].items()})
+    host = 0.0 if captured else table["host"]
+    passes = rising({int(size): seconds + plain_draw + host for size, seconds in table["target"].items()})
     plain = passes[min(passes)]
-    # N-grams are looked up once, which is timed as a level; of an int8 copy a level is no measure of small operations: each has
-    # as many of them as a plain round.
-    small = 0.0 if "host" in table else _OVERHEAD * level
-    per_level, overhead = (level, verification) if captured else (level + verification + table.get("by_level", 0.0), small)
+    # N-grams are looked up once, which is timed as a level; a level of a draft has as many small operations as a plain round.
+    by_level = 0.0 if captured else verification + (0.0 if scheme == GRAMS else host)
+    per_level, overhead = level + by_level, verification if captured else 0.0
     return Costs(
         draft_level=per_level / plain,
         tree_pass=cost_curve(passes),
@@ -158,11 +150,10 @@ def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
         turns.append(("target", str(size), target_pass(size)))
     turns += [level for level in levels if level not in turns]  # small trees have fewer passes than there are levels
     turns += [("verification", name, _verification(name, target, draft)) for name in ("plain", *schemes)]
-    by_walks = draft is None or isinstance(draft, Int8Copy)
-    if by_walks:
-        turns.append(("host", "root", _root_walk(target)))
     in_graphs = captures(target.device) and target.graph_obstacle is None
-    if in_graphs:
+    if not in_graphs:
+        turns.append(("host", "root", _root_walk(target)))
+    else:
         turns = [(kind, name, captured(work)) for kind, name, work in turns]
     times: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind, name, _ in turns}
     for _, _, work in turns:  # the first time is not like the others
@@ -175,9 +166,7 @@ def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
     table: dict[str, Any] = {"captured": in_graphs}
     for (kind, name), found in times.items():
         table.setdefault(kind, {})[name] = sorted(found)[len(found) // 4]
-    if by_walks:
-        table["host"] = _GRAM_HOST * table["host"]["root"]
-        table["by_level"] = 0.0 if draft is None else table["host"]
+    table["host"] = 0.0 if in_graphs else _HOST * table["host"]["root"]
     table["spread"] = statistics.median(
         sorted(found)[3 * len(found) // 4] / sorted(found)[len(found) // 4]
         for (kind, _), found in times.items()
@@ -326,7 +315,7 @@ def _read(file: Path, draft: Draft) -> dict[str, Any] | None:
     try:
         table, schemes = json.loads(file.read_text()), _schemes(draft)
         good = set(table["level"]) >= set(schemes) and set(table["verification"]) >= {"plain", *schemes}
-        good = good and all(int(size) > 0 for size in table["target"]) and (draft is not None or table["host"] > 0)
+        good = good and all(int(size) > 0 for size in table["target"]) and (table["captured"] or table["host"] > 0)
         good = good and all(seconds > 0 for part in ("target", "level", "verification") for seconds in table[part].values())
         return dict(table) if good and table["target"] else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):

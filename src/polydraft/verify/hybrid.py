@@ -116,6 +116,8 @@ def threshold_of(scheme: Scheme) -> float | None:
 @operation
 def draw_hybrid(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -> Tensor:
     """Draw K children per row: the top m for certain, the others independently from the rest."""
+    if uniforms_RK.shape[1] == 1:  # an only child is never certain
+        return draw_independent(draft_probs_RV, uniforms_RK)
     return _drawn(draft_probs_RV, uniforms_RK, threshold, uniforms_RK.shape[1], None)
 
 
