@@ -206,6 +206,16 @@ def test_nobody_rests_who_does_not_draft_or_always_does(cycle: str) -> None:
         assert stats.resting_passes == 0 and stats.rest_line is None
 
 
+def test_a_draft_that_could_not_pay_is_not_begun_with(meter: Meter, cycle: str) -> None:
+    meter.machine(per_token=1.0)
+    options = {"sampling": GREEDY, "max_new_tokens": 80}
+    stats = decoder_of(cycle, **DRAFTERS["own draft"]).generate(PROMPT, **options).stats
+    assert meter.levels == 0 and stats.resting_passes == stats.rounds == 80
+    # A tree that was asked for is tried now and then: its draft may be better than most.
+    decoder_of(cycle, **DRAFTERS["own draft"], tree="dynamic:8").generate(PROMPT, **options)
+    assert meter.levels > 0
+
+
 def test_n_grams_that_find_nothing_say_so(roomy: str) -> None:
     decoder = decoder_of(roomy, drafter="suffix", grams=GramTreeOptions(nodes=6))
     line = decoder.generate([1, 2, 3], sampling=GREEDY, max_new_tokens=4).stats.rest_line

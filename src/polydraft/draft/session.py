@@ -128,10 +128,14 @@ class DraftSession(ByRow):
         Draws candidates from a draft's distributions.
     certain : Builder, optional
         Lists candidates that depend on the past only.
+    rests : str, optional
+        Why there is neither, if a draft is there that would not pay.
     """
 
-    def __init__(self, name: str, *, drawn: Builder | None = None, certain: Builder | None = None) -> None:
-        self._name, self._drawn, self._certain = name, drawn, certain
+    def __init__(
+        self, name: str, *, drawn: Builder | None = None, certain: Builder | None = None, rests: str | None = None
+    ) -> None:
+        self._name, self._drawn, self._certain, self._rests = name, drawn, certain, rests
         self._builders = [builder for builder in (drawn, certain) if builder is not None]
         self.num_nodes = 1 + sum(builder.num_nodes - 1 for builder in self._builders)
         self.depth = max((builder.depth for builder in self._builders), default=0)
@@ -223,7 +227,7 @@ class DraftSession(ByRow):
     @property
     def rest_reason(self) -> str | None:
         """Why a row had no candidates in the last round, if it had none; None where nobody drafts."""
-        return " and ".join(dict.fromkeys(builder.rest_reason for builder in self._builders)) or None
+        return " and ".join(dict.fromkeys(builder.rest_reason for builder in self._builders)) or self._rests
 
     def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
         """Say how many rows share the rounds of each row, as far as that may matter to its drafts.

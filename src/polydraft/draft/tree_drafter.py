@@ -63,7 +63,8 @@ class TreeDrafter(Drafter):
         pay that would be slow to draw from. On a GPU a dynamic one is replaced by the best static one of as many nodes and
         levels where no kernels grow it.
     pauses : bool
-        On a CPU, let rows of static trees rest while drafting does not pay, as those of dynamic ones do.
+        On a CPU, let rows of static trees rest while drafting does not pay, as those of dynamic ones do; and decode plainly
+        where a draft that is no better than most could not pay at all.
     """
 
     def __init__(
@@ -103,8 +104,11 @@ class TreeDrafter(Drafter):
         return CLOSE if isinstance(self.model, Int8Copy) else FAIR
 
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
-        """Go to work on a batch."""
-        return DraftSession(self.name, drawn=self.builder(params, target))
+        """Go to work on a batch; not where nobody asked for this tree, and a draft such as this could not pay."""
+        builder = self.builder(params, target)
+        if self.pauses and builder.policy is not None and builder.policy.adaptive and builder.policy.hopeless:
+            return DraftSession(self.name, rests=builder.policy.rest_reason)
+        return DraftSession(self.name, drawn=builder)
 
     def source(self, batch_size: int) -> DistributionSource:
         """Return the draft's memory of a batch."""
@@ -218,7 +222,14 @@ def _static(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
 def _dynamic(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
     # Costs are measured only for trees that were asked for by name: small models of tests have none worth measuring.
     shape, costs = (parts.dynamic, None) if parts.dynamic else (DynamicShape.like(parts.topology), _NOMINAL)
-    return TreeDrafter(draft, shape, draft_temperature=parts.draft_temperature, decision=parts.decision, costs=costs)
+    return TreeDrafter(
+        draft,
+        shape,
+        draft_temperature=parts.draft_temperature,
+        decision=parts.decision,
+        costs=costs,
+        pauses=parts.pauses,
+    )
 
 
 @DRAFTERS.register("model")
