@@ -1,6 +1,6 @@
 """Ways to make a model of one's own faster: one table, which README shows and `polydraft info --target` prints.
 
-Figures are those of docs/log/2026-11-18-39-a-target-that-drafts-for-itself.md and of README's results.
+Figures are those of logs 39 and 41 (docs/log) and of README's results.
 """
 
 from collections.abc import Iterator
@@ -34,7 +34,7 @@ COPY = Way(
     by_default=True,
     takes="a byte of memory per weight",
     gives=(
-        "1.67× at T=0, 1.42× at T=1 (SmolLM2 in float32, two Arm cores); 1.24× and 1.26× (7B shape in bf16, H200; on a GPU, "
+        "1.60× at T=0, 1.56× at T=1 (SmolLM2 in float32, two Arm cores); 1.24× and 1.26× (7B shape in bf16, H200; on a GPU, "
         "from 4B weights on)"
     ),
 )
