@@ -28,6 +28,8 @@ pytestmark = pytest.mark.usefixtures("short_blocks")
 
 CHEAP = Costs(draft_level=0.02, tree_pass=lambda nodes: 1 + 0.002 * nodes)
 LOSING = Costs(draft_level=0.9, tree_pass=lambda nodes: 1 + 0.3 * (nodes - 1))
+DOUBTFUL = Costs(draft_level=0.5, tree_pass=lambda nodes: 1 + 0.05 * (nodes - 1))
+"""By these most drafts would just pay, and this tree does not: a default that could not pay would not be begun with."""
 GREEDY = SamplingParams(temperature=0)
 SHAPE = DynamicShape(nodes=16, depth=4)
 
@@ -45,7 +47,7 @@ def dynamic(model, costs=CHEAP, shape=SHAPE, decision=None, **options) -> Decode
 
 
 def static(model, scheme: str) -> Decoder:
-    return Decoder(TARGET, TreeDrafter(model, parse_tree("3x2x1"), scheme, costs=LOSING, pauses=True))
+    return Decoder(TARGET, TreeDrafter(model, parse_tree("3x2x1"), scheme, costs=DOUBTFUL, pauses=True))
 
 
 DECODERS = {
