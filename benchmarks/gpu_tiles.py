@@ -1,4 +1,4 @@
-"""Tiles of invariant products on a GPU, all tried for the weights of a 7B and a 135M model, against the library's product.
+"""Tiles of invariant products on a GPU, all tried for the weights of three models, against the library's product.
 
     python benchmarks/gpu_tiles.py [--rows 64 80 128 144 256] [--shapes 7B] [--json tiles.json]
     python benchmarks/gpu_tiles.py --attention [--contexts 300 2000] [--nodes 24 28 64] [--batches 1 16] [--shapes 7B 135M]
@@ -11,6 +11,7 @@ With `--attention`, so are plans of attention over trees (`plan_attend`), with k
 import argparse
 import itertools
 import json
+import math
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from polydraft.backends.triton import invariant as _invariant
+from polydraft.backends.triton import power_of_two
 from polydraft.backends.triton.invariant import (
     AttendPlan,
     Tile,
@@ -40,10 +42,18 @@ from polydraft.trees import parse_tree
 
 SHAPES = {
     "7B": {"qkv": (12288, 4096), "output": (4096, 4096), "gate and up": (22016, 4096), "down": (4096, 11008)},
+    "1.5B": {
+        "qkv": (2048, 1536),
+        "output": (1536, 1536),
+        "gate and up": (17920, 1536),
+        "down": (1536, 8960),
+        "head": (151936, 1536),
+    },
     "135M": {"qkv": (960, 576), "output": (576, 576), "gate and up": (3072, 576), "down": (576, 1536), "head": (49152, 576)},
 }
-HEADS = {"7B": (32, 32, 128), "135M": (9, 3, 64)}
+HEADS = {"7B": (32, 32, 128), "1.5B": (12, 2, 128), "135M": (9, 3, 64)}
 """Heads of queries and of keys, and their channels."""
+_SPLIT = _invariant._SPLIT_CHANNELS
 _COPIES_BYTES = 2**28
 """Weights are many copies of one, so many bytes of them, which take turns: none is in a cache when it is read."""
 
@@ -89,9 +99,12 @@ def products(options: argparse.Namespace) -> list[dict]:
 def tiles_for(rows: int, shape: tuple[int, int]) -> list[Tile]:
     """Return the tiles that may do well."""
     room, tiles = 227 * 2**10, [plan_product(rows, *shape, torch.bfloat16, 227 * 2**10)]
-    heights = (32, 64, 128) if rows <= 128 else (64, 128, 256)
-    for outputs, height, channels, warps in itertools.product((32, 64, 128), heights, (64, 128), (4, 8)):
-        if height >= 2 * rows or (warps == 8 and outputs * height < 128 * 128):
+    splits = splits_of(*shape)
+    width = shape[1] if splits == 1 else math.ceil(shape[1] / splits / _SPLIT) * _SPLIT  # channels of a split
+    heights = {min(power_of_two(rows), most) for most in (32, 64, 128, 256)} | {8}
+    for outputs, height, channels, warps in itertools.product((16, 32, 64, 128), heights, (64, 128, 256), (2, 4, 8)):
+        work = outputs * height
+        if height >= max(2 * rows, 16) or 8 * height < rows or width % channels or work // warps not in range(128, 8192):
             continue
         for stages in (3, 4, 6):
             if (outputs + height) * channels * 2 * stages <= room:

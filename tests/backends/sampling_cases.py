@@ -30,6 +30,7 @@ def _() -> Iterator[Case]:
         generator = torch.Generator().manual_seed(columns)
         logits_BGV = 4 * torch.randn(2, 3, columns, generator=generator)
         logits_BGV[0, 1, 0], logits_BGV[1, 2, -1] = torch.nan, -torch.inf
+        logits_BGV[1, 0, : columns // 2] = -torch.inf  # with many columns, all of a program's
         return logits_BGV.to(dtype).to(device), torch.tensor([0.7, 1.3], device=device) if tempered else None
 
     for columns, dtype in ((5, torch.float32), (300, torch.bfloat16), (70_000, torch.float32)):

@@ -49,6 +49,11 @@ def check_add_norm(device: str, dtype: torch.dtype, channels: int, added: bool) 
     norm = functional.rms_norm(expected.float(), (channels,), weight.float(), 1e-5).to(dtype)
     torch.testing.assert_close(normed, norm, **tolerance(dtype))
     assert not wide[..., :channels].any(), "only its own columns are written"
+    parts = numbers(3, 2, 3, channels, device=device, dtype=torch.float32, seed=3)
+    product = (parts[0] + parts[1] + parts[2]).to(dtype)
+    alone, normed_alone = add_norm(None, parts, weight, 1e-5)
+    assert torch.equal(alone, product) and torch.equal(normed_alone, add_norm(product, None, weight, 1e-5)[1])
+    assert torch.equal(add_norm(hidden, parts, weight, 1e-5)[0], add_norm(hidden, product, weight, 1e-5)[0])
 
 
 def check_rotate_store(device: str, dtype: torch.dtype, queries: int, keys: int, channels: int) -> None:
@@ -79,6 +84,12 @@ def check_rotate_store(device: str, dtype: torch.dtype, queries: int, keys: int,
     chosen, table = (tables[0][positions], tables[1][positions]), torch.cat([*tables], dim=-1).chunk(2, dim=-1)
     looked_up = rotate_store(projected, *table, places, found, value, positions_BT=positions)
     assert torch.equal(looked_up, rotate_store(projected, *chosen, places, expected, value)) and torch.equal(found, expected)
+    parts = numbers(3, *projected.shape, device=device, dtype=torch.float32, seed=4)
+    (of_parts, whole), product = (torch.zeros_like(key) for _ in range(2)), (parts[0] + parts[1] + parts[2]).to(dtype)
+    found, expected = (
+        rotate_store(one, cos, sin, places, store, value.clone()) for one, store in ((parts, of_parts), (product, whole))
+    )
+    assert torch.equal(found, expected) and torch.equal(of_parts, whole), "parts are added in order, and rounded once"
     written = torch.zeros(batch, slots, dtype=torch.bool, device=device).scatter_(1, places, True)
     assert not key.transpose(1, 2)[~written].any() and not value.transpose(1, 2)[~written].any()
 

@@ -16,6 +16,7 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from models.attention_cases import Case
+from polydraft.backends import triton as backend
 from polydraft.backends.triton import interpreting
 from polydraft.backends.triton import invariant as _invariant
 from polydraft.backends.triton import keys as _keys
@@ -156,6 +157,8 @@ def invariant(dtype: torch.dtype) -> None:
     for size, batch, heads in ((64, 1, (32, 32, 128)), (28, 16, (32, 32, 128)), (24, 1, (9, 3, 64)), (64, 1, (8, 8, 256))):
         attend_invariantly(empty, batch, size, heads)
     add_norm(empty(1, 64, 4096), torch.empty(2, 1, 64, 4096), empty(4096), 1e-5)
+    add_norm(None, torch.empty(4, 1, 8, 1536), empty(1536), 1e-5)
+    rotate_store(torch.empty(4, 1, 8, 16 * 128), *empty(2, 1, 8, 128), torch.zeros(1, 8).long(), *empty(2, 1, 2, 64, 128))
 
 
 def attend_invariantly(empty: Callable[..., torch.Tensor], batch_size: int, size: int, heads: tuple[int, int, int]) -> None:
@@ -257,6 +260,7 @@ def launch_level(dtype: torch.dtype, visible: torch.Tensor, splits: int) -> None
 
 def main(what: str, capability: str, dtype: str) -> None:
     driver.set_active(AbsentGPU(int(capability)))
+    backend._overlaps = lambda device: int(capability) >= 90
     JITFunction.__getitem__ = lambda kernel, grid: partial(_compile, kernel, grid)
     if int(capability) >= 90:
         _invariant.shared_room = lambda device: 227 * 2**10

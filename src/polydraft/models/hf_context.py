@@ -14,10 +14,11 @@ from polydraft.trees import Block
 if TYPE_CHECKING:
     from polydraft.models.hf import HFModel
 
-READING_SIZES = (32, 64, 96, 128, 192, 256)
-"""Tokens of captured passes that read a prompt: shorter parts are padded. Longer ones keep a GPU busy without a capture."""
+READING_SIZES = (32, 64, 96, 128, 192, 256, 384, 512)
+"""Tokens of captured passes that read a prompt: shorter parts are padded. None is longer: see `PREFILL_CHUNK`."""
 READING_COUNTS = (1, 2, 4)
-"""Prompts that such a pass may read, as long as they have no more tokens together than the longest one alone."""
+_MOST_TOGETHER = 256
+"""Prompts that such a pass may read, and how many tokens several of them may have together."""
 
 
 def reading_size(tokens: int) -> int | None:
@@ -27,7 +28,7 @@ def reading_size(tokens: int) -> int | None:
 
 def reading_count(size: int, waiting: int) -> int:
     """Return how many prompts of so many tokens a captured pass reads, of those that wait."""
-    most = max(READING_SIZES[-1] // size, 1)
+    most = max(_MOST_TOGETHER // size, 1)
     return max(count for count in READING_COUNTS if count <= min(waiting, most))
 
 

@@ -248,7 +248,8 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     if params.top_k > vocab_size:
         allowed = f"0 (keep all) to {vocab_size}"
         raise UsageError(f"top_k={params.top_k} is larger than the vocabulary; allowed: {allowed}")
-    bias_table(params, vocab_size)
+    if params.logit_bias:
+        bias_table(params, vocab_size)
 
 
 def bias_table(params: SamplingParams, vocab_size: int) -> Tensor:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,6 +82,16 @@ def _launch_one(device: torch.device) -> float:
         start = time.perf_counter()
         kernels.touch[(1,)](touched)
         return time.perf_counter() - start
+
+
+def overlapping(tensor: Tensor) -> dict[str, Any]:
+    """Return how to launch a kernel that begins with `start_after_others`: a GPU that can gets it ready while others run."""
+    return {"PDL": True, "launch_pdl": True} if _overlaps(tensor.device) else {"PDL": False}
+
+
+@cache
+def _overlaps(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def power_of_two(number: int, least: int = 1) -> int:

@@ -16,12 +16,11 @@ import importlib.util
 import math
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from polydraft.backends.triton import kernels_run, power_of_two, triton_obstacle
+from polydraft.backends.triton import kernels_run, overlapping, power_of_two, triton_obstacle
 from polydraft.devices import captures
 from polydraft.models.attention import tree_attention
 from polydraft.models.bodies import kernel_obstacle
@@ -126,7 +125,7 @@ def attend_tree(
     mixed_XC = output_BTHC.new_empty(parts, channels, dtype=torch.float32)
     peaks_X, sums_X = output_BTHC.new_empty(2, parts, dtype=torch.float32)
     output_strides = output_BTHC.stride()[:3]
-    sizes: dict[str, Any] = {"GROUP": group, "CHANNELS": channels, "BLOCK_KEYS": plan.block_keys}
+    sizes = overlapping(query_BHTC) | {"GROUP": group, "CHANNELS": channels, "BLOCK_KEYS": plan.block_keys}
     sizes["BLOCK_CHANNELS"] = max(power_of_two(channels), 16)  # the least that matrix units take
     kernels.attend[plan.splits, key_heads * math.ceil(lines / plan.block_lines), batch_size](
         query_BHTC, key_BHSC, value_BHSC, lengths_B, visible_BTU, lengths_B if starts_BT is None else starts_BT,

@@ -26,37 +26,60 @@ def _scores(logits, column_C, columns, temperature, TEMPERED: tl.constexpr):
     return score_C / temperature if TEMPERED else score_C
 
 
-@triton.jit(do_not_specialize=["nodes"])
-def soften(
-    logits, temperatures, probs, nodes, columns, logits_row, logits_node,
-    TEMPERED: tl.constexpr, AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Take the softmax of each node's logits, at once where a program can hold all of them; grid [B · G]."""
-    place = tl.program_id(0).to(tl.int64)
+@triton.jit
+def _begin(logits, temperatures, place, nodes, logits_row, logits_node, TEMPERED: tl.constexpr):
+    """Return where a node's logits are, and its temperature."""
     row = place // nodes
-    logits += row * logits_row + (place % nodes) * logits_node
     temperature = 1.0
     if TEMPERED:
         temperature = tl.load(temperatures + row)
-    probs += place * columns
+    return logits + row * logits_row + (place % nodes) * logits_node, temperature
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def soften(
+    logits, temperatures, probs, nodes, columns, logits_row, logits_node, TEMPERED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Take the softmax of each node's logits, all of which a program can hold; grid [B · G]."""
+    place = tl.program_id(0).to(tl.int64)
+    logits, temperature = _begin(logits, temperatures, place, nodes, logits_row, logits_node, TEMPERED)
     column_C = tl.arange(0, BLOCK)
-    if AT_ONCE:
-        score_C = _scores(logits, column_C, columns, temperature, TEMPERED)
-        weight_C = tl.exp(score_C - tl.max(score_C, 0))
-        tl.store(probs + column_C, weight_C / tl.sum(weight_C, 0), mask=column_C < columns)
-    else:
-        # First the peak alone: a block of minus infinities must not stand for it.
-        peak_C = tl.full([BLOCK], float("-inf"), tl.float32)
-        for start in range(0, columns, BLOCK):
-            peak_C = tl.maximum(peak_C, _scores(logits, start + column_C, columns, temperature, TEMPERED))
-        peak = tl.max(peak_C, 0)
-        sum_C = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, columns, BLOCK):
-            sum_C += tl.exp(_scores(logits, start + column_C, columns, temperature, TEMPERED) - peak)
-        total = tl.sum(sum_C, 0)
-        for start in range(0, columns, BLOCK):
-            weight_C = tl.exp(_scores(logits, start + column_C, columns, temperature, TEMPERED) - peak)
-            tl.store(probs + start + column_C, weight_C / total, mask=start + column_C < columns)
+    score_C = _scores(logits, column_C, columns, temperature, TEMPERED)
+    weight_C = tl.exp(score_C - tl.max(score_C, 0))
+    tl.store(probs + place * columns + column_C, weight_C / tl.sum(weight_C, 0), mask=column_C < columns)
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def weigh_parts(
+    logits, temperatures, peaks, sums, nodes, columns, logits_row, logits_node, TEMPERED: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Find the peak of each part of a node's logits, and the sum of weights below it; grid [B · G, parts]."""
+    place = tl.program_id(0).to(tl.int64)
+    logits, temperature = _begin(logits, temperatures, place, nodes, logits_row, logits_node, TEMPERED)
+    score_C = _scores(logits, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), columns, temperature, TEMPERED)
+    peak = tl.max(score_C, 0)
+    base = tl.where(peak == float("-inf"), 0.0, peak)  # a part of minus infinities weighs nothing
+    part = place * tl.num_programs(1) + tl.program_id(1)
+    tl.store(peaks + part, peak)
+    tl.store(sums + part, tl.sum(tl.exp(score_C - base), 0))
+
+
+@triton.jit(do_not_specialize=["nodes"])
+def soften_parts(
+    logits, temperatures, peaks, sums, probs, nodes, columns, logits_row, logits_node,
+    TEMPERED: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Take the softmax of each node's logits, part by part; grid [B · G, parts]."""
+    place, parts = tl.program_id(0).to(tl.int64), tl.num_programs(1)
+    logits, temperature = _begin(logits, temperatures, place, nodes, logits_row, logits_node, TEMPERED)
+    part_M = tl.arange(0, BLOCK_M)
+    peak_M = tl.load(peaks + place * parts + part_M, mask=part_M < parts, other=float("-inf"))
+    sum_M = tl.load(sums + place * parts + part_M, mask=part_M < parts, other=0.0)
+    peak = tl.max(peak_M, 0)
+    total = tl.sum(sum_M * tl.exp(peak_M - peak), 0)
+    column_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    weight_C = tl.exp(_scores(logits, column_C, columns, temperature, TEMPERED) - peak)
+    tl.store(probs + place * columns + column_C, weight_C / total, mask=column_C < columns)
 
 
 @triton.jit

@@ -17,7 +17,7 @@ from polydraft.sampling.warper import RANKED_NATS
 from polydraft.verify.hybrid import draw_hybrid
 
 _MOST_AT_ONCE, _SOFTENED = 2**16, 2**13
-"""Columns that one program softens at once, and in turn where there are more."""
+"""Columns that one program softens at once, and those of a part where there are more."""
 _SUMMED, _TILES = 256, 8
 """Columns of a block that has a sum of its own, and blocks that one program looks at."""
 _MOST_DRAWN = 16
@@ -37,13 +37,23 @@ def _soften(logits_BGV: Tensor, temperature_B: Tensor | None) -> Tensor:
     batch, nodes, columns = logits_BGV.shape
     logits_BGV = side_by_side(logits_BGV)
     probs_BGV = torch.empty(logits_BGV.shape, dtype=torch.float32, device=logits_BGV.device)
-    at_once = columns <= _MOST_AT_ONCE
-    block = power_of_two(columns) if at_once else _SOFTENED
     assert temperature_B is None or (temperature_B.numel() == batch and temperature_B.dtype == torch.float32)
-    kernels.soften[(batch * nodes,)](
-        logits_BGV, probs_BGV if temperature_B is None else temperature_B.contiguous(), probs_BGV,
-        nodes, columns, *logits_BGV.stride()[:2],
-        TEMPERED=temperature_B is not None, AT_ONCE=at_once, BLOCK=block, num_warps=min(max(block // 2048, 4), 32),
+    given = logits_BGV, probs_BGV if temperature_B is None else temperature_B.contiguous()
+    sizes, tempered = (nodes, columns, *logits_BGV.stride()[:2]), temperature_B is not None
+    if columns <= _MOST_AT_ONCE:
+        block = power_of_two(columns)
+        kernels.soften[(batch * nodes,)](
+            *given, probs_BGV, *sizes, TEMPERED=tempered, BLOCK=block, num_warps=min(max(block // 2048, 4), 32)
+        )
+        return probs_BGV
+    parts = -(-columns // _SOFTENED)
+    peaks_RM, sums_RM = probs_BGV.new_empty(2, batch * nodes, parts)
+    kernels.weigh_parts[batch * nodes, parts](
+        *given, peaks_RM, sums_RM, *sizes, TEMPERED=tempered, BLOCK=_SOFTENED, num_warps=8
+    )
+    kernels.soften_parts[batch * nodes, parts](
+        *given, peaks_RM, sums_RM, probs_BGV, *sizes,
+        TEMPERED=tempered, BLOCK=_SOFTENED, BLOCK_M=power_of_two(parts), num_warps=8,
     )  # fmt: skip
     return probs_BGV
 

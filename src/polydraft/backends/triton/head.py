@@ -5,18 +5,21 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from polydraft.backends.triton import kernels_run, power_of_two, runs_on_tensors, side_by_side
+from polydraft.backends.triton import kernels_run, overlapping, power_of_two, runs_on_tensors, side_by_side
 from polydraft.backends.triton.attention import attend_tree, obstacle
-from polydraft.backends.triton.invariant import invariant_linear
+from polydraft.backends.triton.invariant import invariant_parts
 from polydraft.backends.triton.layers import MOST_TOKENS, TreeView, add_norm, gate, rotate_store
 from polydraft.models.cache import SlotCache
 from polydraft.models.heads.feature_head import FeatureHead
 from polydraft.models.heads.head_context import FastHead, HeadContext, fast_head, following, keep_entries, take_roots
+from polydraft.models.quantised import rounded
 from polydraft.operations import implements
 from polydraft.trees import Block
 
 _MOST_ROWS = 64
 """That our own products multiply: the library's are made for more, and cut small ones into parts that another kernel adds."""
+_LARGE_WEIGHT = 2**24
+"""Bytes of a weight from which reading it in int8 saves more than a launch takes."""
 
 
 class Entries(NamedTuple):
@@ -39,6 +42,8 @@ class FusedHead(FastHead):
         weights = [parameter.detach().to(head.dtype) for parameter in head.tap_norms.parameters()]
         self._tap_weights_PH = torch.stack(weights) if weights else None
         """Of the norms of what the head reads."""
+        self._rounded: dict[nn.Linear, tuple[Tensor, Tensor]] = {}
+        """Large weights in int8, with their scales."""
 
     def read(
         self, context: HeadContext, tokens_BT: Tensor, fused_BWH: Tensor, block: Block, parents: Tensor | None
@@ -70,7 +75,7 @@ class FusedHead(FastHead):
             features_RF, self._tap_weights_PH, normed_RF, self._epsilon, width, features_RF.stride(0),
             BLOCK=power_of_two(width), num_warps=4 if width <= 1024 else 8 if width <= 4096 else 16,
         )  # fmt: skip
-        return _product(head.fuse, normed_RF).view(*shape[:-1], -1)
+        return _total(self._parts(head.fuse, normed_RF), normed_RF.dtype).view(*shape[:-1], -1)
 
     def _entered(self, entries: Entries) -> Tensor:
         """Return norms of features and of embedded tokens, side by side."""
@@ -85,7 +90,7 @@ class FusedHead(FastHead):
             fused_BWH, tokens_BT, chosen, embedding_VH, head.feature_norm.weight, head.token_norm.weight, pair_BTX,
             self._epsilon, size, tokens_BT.shape[1], *fused_BWH.stride()[:2],
             chosen.stride(0) if chosen.dim() == 2 and len(chosen) > 1 else 0, embedding_VH.stride(0),
-            CHOSEN=parents is not None, BLOCK=power_of_two(size), num_warps=4 if size <= 1024 else 8,
+            **overlapping(pair_BTX), CHOSEN=parents is not None, BLOCK=power_of_two(size), num_warps=4 if size <= 1024 else 8,
         )  # fmt: skip
         return pair_BTX
 
@@ -98,12 +103,14 @@ class FusedHead(FastHead):
             if not shape.normed_residual:
                 passing_BTH = following(entries.fused_BWH, entries.parents)
         else:
-            passing_BTH, normed_BTX = add_norm(_product(head.join, pair_BTX), None, head.attention_norm.weight, epsilon)
-        projected_BTX = head.normed_heads(_product(head.qkv, normed_BTX)).flatten(2)
-        keys_LBHSC, values_LBHSC = cache.held(projected_BTX, shape.num_key_heads, shape.head_size)
+            passing_BTH, normed_BTX = add_norm(None, self._parts(head.join, pair_BTX), head.attention_norm.weight, epsilon)
+        projected = self._parts(head.qkv, normed_BTX)
+        if shape.query_key_norm:
+            projected = head.normed_heads(_total(projected, normed_BTX.dtype)).flatten(2)
+        keys_LBHSC, values_LBHSC = cache.held(normed_BTX, shape.num_key_heads, shape.head_size)
         key_BHSC, value_BHSC = keys_LBHSC[0], values_LBHSC[0]
         cos_PC, sin_PC = self._angles(capacity).chunk(2, dim=-1)
-        query_BHTC = rotate_store(projected_BTX, cos_PC, sin_PC, view.slots_BT, key_BHSC, value_BHSC, positions_BT=positions_BT)
+        query_BHTC = rotate_store(projected, cos_PC, sin_PC, view.slots_BT, key_BHSC, value_BHSC, positions_BT=positions_BT)
         mixed_BHTC = attend_tree(
             query_BHTC,
             key_BHSC,
@@ -114,11 +121,23 @@ class FusedHead(FastHead):
             view.max_length,
             view.starts_BT,
         )
-        attended_BTH = _product(head.attention_output, mixed_BHTC.transpose(1, 2).flatten(2))
-        hidden_BTH, normed_BTH = add_norm(passing_BTH, attended_BTH, head.mlp_norm.weight, epsilon)
-        down_BTH = _product(head.down, gate(_product(head.gate_up, normed_BTH)))
-        output_BTH, normed_BTH = add_norm(hidden_BTH, down_BTH, head.output_norm.weight, epsilon)
+        attended_SBTH = self._parts(head.attention_output, mixed_BHTC.transpose(1, 2).flatten(2))
+        hidden_BTH, normed_BTH = add_norm(passing_BTH, attended_SBTH, head.mlp_norm.weight, epsilon)
+        gate_up_BTX = self._parts(head.gate_up, normed_BTH, most_apart=0)[0]
+        down_SBTH = self._parts(head.down, gate(gate_up_BTX))
+        output_BTH, normed_BTH = add_norm(hidden_BTH, down_SBTH, head.output_norm.weight, epsilon)
         return normed_BTH if shape.normed_output else output_BTH
+
+    def _parts(self, layer: nn.Linear, input_BTX: Tensor, most_apart: int = _MOST_ROWS) -> Tensor:
+        """Apply a layer; what comes next adds up the parts, of which there is one for more than `most_apart` rows."""
+        if input_BTX.dtype == torch.float32 or input_BTX.numel() > _MOST_ROWS * input_BTX.shape[-1]:
+            return layer(input_BTX)[None]  # type: ignore[no-any-return]
+        if not self._head.int8 or layer.weight.nbytes < _LARGE_WEIGHT:
+            return invariant_parts(input_BTX, layer.weight, layer.bias, most_apart)
+        if layer not in self._rounded:
+            self._rounded[layer] = rounded(layer.weight.detach())
+        data_FX, scales_F = self._rounded[layer]
+        return invariant_parts(input_BTX, data_FX, layer.bias, most_apart, scales_F=scales_F)
 
     def _angles(self, capacity: int) -> Tensor:
         if len(self._angles_PX) < capacity:
@@ -128,11 +147,9 @@ class FusedHead(FastHead):
         return self._angles_PX
 
 
-def _product(layer: nn.Linear, input_XF: Tensor) -> Tensor:
-    """Apply a layer."""
-    if input_XF.dtype == torch.float32 or input_XF.numel() > _MOST_ROWS * input_XF.shape[-1]:
-        return layer(input_XF)  # type: ignore[no-any-return]
-    return invariant_linear(input_XF, layer.weight, layer.bias)
+def _total(parts_SBTX: Tensor, dtype: torch.dtype) -> Tensor:
+    """Add up parts where no kernel of ours does."""
+    return parts_SBTX[0] if len(parts_SBTX) == 1 else parts_SBTX.sum(0).to(dtype)
 
 
 def _supports(head: FeatureHead) -> bool:

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from polydraft.backends.triton import power_of_two
+from polydraft.backends.triton import overlapping, power_of_two
 from polydraft.devices import captures
 
 FORMATS = (torch.bfloat16, torch.float32)
@@ -37,6 +37,8 @@ _ENOUGH_PROGRAMS = 99
 """From which on blocks of attention stay as they are: three of four multiprocessors have work."""
 _LARGE_WEIGHT = 2**23
 """Bytes from which tiles are chosen for the reading of a weight, not for a short way through it."""
+_FEW_CHANNELS = 2**11
+"""Up to which a program with a large weight is over soon: smaller blocks then leave fewer multiprocessors without work."""
 _SPLIT_KEYS, _TAIL = 256, 16
 """Positions of a split, and of a group: the channels that matrix units add at a time."""
 _USUAL_CHANNELS = 128
@@ -62,7 +64,7 @@ def splits_of(outputs: int, channels: int) -> int:
 
 
 def plan_product(rows: int, outputs: int, channels: int, dtype: torch.dtype, room: int = _LEAST_ROOM) -> Tile:
-    """Choose a tile: the fastest on an H200, or near it, of those tried for the shapes of models of 135M and 7B weights.
+    """Choose a tile: the fastest on an H200, or near it, of those tried for the shapes of models of 135M, 1.5B and 7B.
 
     `room` bounds its bytes of shared memory.
     """
@@ -93,6 +95,8 @@ def _usual_tile(rows: int, outputs: int, channels: int, dtype: torch.dtype) -> T
         return Tile(64, width, 128, 6 if width < 32 and outputs >= _ENOUGH_OUTPUTS // 2 else 4, 4)
     if not large or channels % 128:
         return Tile(32, width, 128, 4, 2) if width == 8 and not crowded else Tile(64, width, 64, 6, 4)
+    if crowded and channels <= _FEW_CHANNELS:
+        return Tile(64, width, 128, 4, 2) if width == 8 else Tile(64, width, 64, 4, 4)
     if width == 64:
         return Tile(128, width, 64, 4, 4) if crowded else Tile(64, width, 128, 3, 4)
     return Tile(64, width, 128, 3 if crowded and width < 32 else 4, 4)
@@ -143,7 +147,7 @@ def invariant_parts(
     kernels.invariant_product[grid](
         input_BTX, weight_FX, weight_FX if bias_F is None else bias_F, weight_FX if scales_F is None else scales_F,
         output_SBTF, rows, outputs, channels, width,
-        SPLITS=splits, APART=apart, BIAS=bias_F is not None, SCALED=scales_F is not None,
+        **overlapping(input_BTX), SPLITS=splits, APART=apart, BIAS=bias_F is not None, SCALED=scales_F is not None,
         EVEN=channels % tile.channels == 0, PRECISION="ieee",
         BLOCK_OUTPUTS=tile.outputs, BLOCK_ROWS=tile.rows, BLOCK_CHANNELS=tile.channels,
         num_warps=tile.warps, num_stages=tile.stages,
@@ -260,6 +264,7 @@ def invariant_attention(
     bases_X, sums_X = output_BTHC.new_empty(2, count, dtype=torch.float32)
     starts = sight.lengths_B if sight.starts_BT is None else sight.starts_BT
     sizes: dict[str, Any] = {
+        **overlapping(query_BHTC),
         "GROUP": group, "CHANNELS": channels, "CAUSAL": causal, "AT_ONCE": at_once, "PRECISION": "ieee",
         "BLOCK_CHANNELS": max(power_of_two(channels), 16), "SPLIT": _SPLIT_KEYS, "TAIL": _TAIL,
         # A product and a difference made one would round otherwise, and not in all kernels alike.

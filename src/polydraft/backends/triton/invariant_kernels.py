@@ -7,6 +7,8 @@ See `polydraft.backends.triton.invariant` for what makes them so. Imported only 
 import triton
 import triton.language as tl
 
+from polydraft.backends.triton.keys import start_after_others
+
 _UNSEEN = tl.constexpr(-1e30)
 """The base of a line that has seen nothing: any finite number far below all scores keeps differences from being NaN."""
 
@@ -15,7 +17,7 @@ _UNSEEN = tl.constexpr(-1e30)
 @triton.jit(do_not_specialize=["rows"])
 def invariant_product(
     inputs, weight, bias, scales, output, rows, outputs, channels, width,
-    SPLITS: tl.constexpr, APART: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
+    PDL: tl.constexpr, SPLITS: tl.constexpr, APART: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_OUTPUTS: tl.constexpr, BLOCK_ROWS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
@@ -24,6 +26,7 @@ def invariant_product(
     Splits that are apart are programs of their own and leave their parts to who reads them; else one program adds them up.
     A weight in int8 is scaled by its rows.
     """
+    start_after_others(PDL)
     output_M = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     row_N = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     # Outputs past the end read the last one again, which costs less than a mask, and are not stored. Rows past the end are
@@ -115,9 +118,9 @@ def invariant_attend(
     query, key, value, lengths, starts, rows, output, mixed, bases, sums, scale, size, splits, parts,
     query_row, query_head, query_token, key_row, key_head, key_slot, value_row, value_head, value_slot,
     output_row, output_token, output_head,
-    GROUP: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr, AT_ONCE: tl.constexpr, CUT: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_LINES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
-    SPLIT: tl.constexpr, TAIL: tl.constexpr, SOME: tl.constexpr,
+    PDL: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr, AT_ONCE: tl.constexpr,
+    CUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_LINES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
+    BLOCK_CHANNELS: tl.constexpr, SPLIT: tl.constexpr, TAIL: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
     """Attend from one block of lines to slots that stand in the order of positions; grid [splits, key heads x blocks, B].
 
@@ -125,6 +128,7 @@ def invariant_attend(
     program goes through all splits: a causal one is done then, of others the total is part 0, the last, unfinished one part 1.
     With `SOME`, `rows` says in which row of the storage each row of the queries is.
     """
+    start_after_others(PDL)
     row = tl.program_id(2).to(tl.int64)
     lines = size * GROUP
     blocks = tl.cdiv(lines, BLOCK_LINES)
@@ -262,14 +266,16 @@ def invariant_join(
     query, key, value, lengths, positions, slots, output, mixed, bases, sums, scale, size, width, parts,
     query_row, query_head, query_token, key_row, key_head, key_slot, value_row, value_head, value_slot,
     output_row, output_token, output_head,
-    GROUP: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr, AT_ONCE: tl.constexpr, PRECISION: tl.constexpr,
-    LINES: tl.constexpr, REPEAT: tl.constexpr, BLOCK_CHANNELS: tl.constexpr, SPLIT: tl.constexpr, TAIL: tl.constexpr,
+    PDL: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, CAUSAL: tl.constexpr, AT_ONCE: tl.constexpr,
+    PRECISION: tl.constexpr, LINES: tl.constexpr, REPEAT: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
+    SPLIT: tl.constexpr, TAIL: tl.constexpr,
 ):  # fmt: skip
     """Add up the parts of one token and, in a tree, attend to the rest of its path, by position; grid [T, key heads, B].
 
     Matrix units take eight columns: each line of a token, of which there are `LINES`, stands there `REPEAT` times. Totals have
     each line once: registers decide how many programs hide each other's waiting.
     """
+    start_after_others(PDL)
     token, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int32)
     member_L, channel_C = tl.arange(0, LINES), tl.arange(0, BLOCK_CHANNELS)

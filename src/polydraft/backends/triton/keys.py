@@ -1,7 +1,8 @@
-"""Floating-point numbers as whole numbers in their order, for Triton kernels. Imported only where Triton is there."""
+"""What Triton kernels share: how they start, and numbers as whole numbers in order. Imported only where Triton is there."""
 
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 LAST = tl.constexpr(2**31 - 1)
 NO_KEY = tl.constexpr(1 - 2**63)
@@ -12,6 +13,17 @@ NO_KEY = tl.constexpr(1 - 2**63)
 def touch(place):
     """Write one number: the smallest kernel, launched to find out whether any can be; grid [1]."""
     tl.store(place, 1)
+
+
+@triton.jit
+def start_after_others(PDL: tl.constexpr):
+    """With programmatic dependent launch: let the next kernel get ready, and wait until all before this one are done.
+
+    A kernel launched so has to begin with it, before it reads or writes anything.
+    """
+    if PDL:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
 
 
 @triton.jit

@@ -11,24 +11,29 @@ pairs of a tree token and a query head that share a key head, so that keys and v
 import triton
 import triton.language as tl
 
+from polydraft.backends.triton.keys import start_after_others
+
 
 @triton.jit(do_not_specialize=["rows"])
 def add_norm(
     hidden, delta, weight, total, normed, epsilon, rows, channels, normed_row,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr, PARTS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add to the residual stream, parts of a product if there are several, and take the root-mean-square norm; grid [rows]."""
+    """Add up parts of a product and the residual stream, and take the root-mean-square norm; grid [rows]."""
+    start_after_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     channel_C = tl.arange(0, BLOCK)
     real_C = channel_C < channels
-    value_C = tl.load(hidden + row * channels + channel_C, mask=real_C, other=0.0).to(tl.float32)
+    value_C = tl.zeros([BLOCK], tl.float32)
+    if RESIDUAL:
+        value_C += tl.load(hidden + row * channels + channel_C, mask=real_C, other=0.0).to(tl.float32)
     if PARTS > 0:
         delta_C = tl.load(delta + row * channels + channel_C, mask=real_C, other=0.0).to(tl.float32)
         for part in tl.static_range(1, PARTS):
             place = (row + part * rows) * channels
             delta_C += tl.load(delta + place + channel_C, mask=real_C, other=0.0).to(tl.float32)
         # Rounded in between, as a product of its own is.
-        value_C += delta_C.to(hidden.dtype.element_ty).to(tl.float32)
+        value_C += delta_C.to(total.dtype.element_ty).to(tl.float32)
         # The norm is that of the sum as it is stored, rounded.
         stored_C = value_C.to(total.dtype.element_ty)
         tl.store(total + row * channels + channel_C, stored_C, mask=real_C)
@@ -38,18 +43,30 @@ def add_norm(
     tl.store(normed + row * normed_row + channel_C, (value_C * scale * weight_C).to(normed.dtype.element_ty), mask=real_C)
 
 
-@triton.jit(do_not_specialize=["rows", "size"])  # they differ from tree to tree, and are no reason to compile anew
+@triton.jit
+def _added(parts, place_HC, real_HC, stride, FORM: tl.constexpr, PARTS: tl.constexpr):
+    """Add up parts of a product, and round as a product of its own is."""
+    sum_HC = tl.load(parts + place_HC, mask=real_HC, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        sum_HC += tl.load(parts + part * stride + place_HC, mask=real_HC, other=0.0).to(tl.float32)
+    return sum_HC.to(FORM).to(tl.float32)
+
+
+# Numbers of tokens differ from tree to tree, and are no reason to compile anew.
+@triton.jit(do_not_specialize=["rows", "size", "tokens"])
 def rotate_store(
-    projected, cos, sin, positions, slots, rows, query, keys, values, size, angle_row,
+    projected, cos, sin, positions, slots, rows, query, keys, values, size, tokens, angle_row,
     key_row, key_head, key_slot, value_row, value_head, value_slot,
-    LOOKED_UP: tl.constexpr, SOME: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr,
+    PDL: tl.constexpr, PARTS: tl.constexpr, LOOKED_UP: tl.constexpr, SOME: tl.constexpr,
+    QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """Turn queries and keys by their positions (RoPE), and put keys and values into their slots; grid [B · T].
 
-    `projected` holds the heads of queries, keys and values of a token side by side. With `SOME`, `rows` says in which row of
-    the storage each row of the tokens is. With `LOOKED_UP`, `cos` and `sin` are tables by position.
+    `projected` holds the heads of queries, keys and values of a token side by side, in parts that are added up. With `SOME`,
+    `rows` says in which row of the storage each row of the tokens is. With `LOOKED_UP`, `cos` and `sin` are tables by position.
     """
+    start_after_others(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = token // size
     if SOME:
@@ -60,8 +77,10 @@ def rotate_store(
     channel_C = tl.arange(0, HALF)[None, :]
     real_HC = (head_H < heads) & (channel_C < CHANNELS // 2)
     source_HC = token * heads * CHANNELS + head_H * CHANNELS + channel_C
-    first_HC = tl.load(projected + source_HC, mask=real_HC, other=0.0).to(tl.float32)
-    second_HC = tl.load(projected + source_HC + CHANNELS // 2, mask=real_HC, other=0.0).to(tl.float32)
+    form: tl.constexpr = query.dtype.element_ty
+    stride = tokens.to(tl.int64) * heads * CHANNELS
+    first_HC = _added(projected, source_HC, real_HC, stride, form, PARTS)
+    second_HC = _added(projected, source_HC + CHANNELS // 2, real_HC, stride, form, PARTS)
     angle = token
     if LOOKED_UP:
         angle = tl.load(positions + token)
@@ -73,7 +92,6 @@ def rotate_store(
     sin2_C = tl.load(sin + angle_C + CHANNELS // 2, mask=real_C, other=0.0).to(tl.float32)
     turned1_HC = first_HC * cos1_C - second_HC * sin1_C
     turned2_HC = second_HC * cos2_C + first_HC * sin2_C
-    form = query.dtype.element_ty
     is_query_HC = real_HC & (head_H < QUERIES)
     query_HC = token * QUERIES * CHANNELS + head_H * CHANNELS + channel_C
     tl.store(query + query_HC, turned1_HC.to(form), mask=is_query_HC)
@@ -89,8 +107,9 @@ def rotate_store(
 
 
 @triton.jit
-def gate(gate_up, output, channels, BLOCK: tl.constexpr):
+def gate(gate_up, output, channels, PDL: tl.constexpr, BLOCK: tl.constexpr):
     """Return SiLU of the first half times the second; grid [rows, blocks of channels]."""
+    start_after_others(PDL)
     row = tl.program_id(0).to(tl.int64)
     channel_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_C = channel_C < channels
@@ -159,13 +178,15 @@ def attend(
     scale, size, places, splits,
     query_row, query_head, query_token, key_row, key_head, key_slot, value_row, value_head, value_slot,
     visible_row, visible_token, visible_place, output_row, output_token, output_head,
-    GROUP: tl.constexpr, CHANNELS: tl.constexpr, ALONE: tl.constexpr, PRECISION: tl.constexpr, CUT: tl.constexpr,
+    PDL: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr, ALONE: tl.constexpr, PRECISION: tl.constexpr,
+    CUT: tl.constexpr,
     BLOCK_LINES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Attend from one block of lines to one chunk of keys; grid [splits, key heads x blocks of lines, B].
 
     Writes the result itself with one split, else what `join` needs: weighted values, the peak and the sum of weights.
     """
+    start_after_others(PDL)
     split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     lines = size * GROUP
     blocks = tl.cdiv(lines, BLOCK_LINES)
@@ -236,10 +257,11 @@ def attend(
 @triton.jit(do_not_specialize=["peaks", "sums", "lengths", "lines", "places", "splits"])
 def join(
     output, mixed, peaks, sums, lengths, lines, places, splits, output_row, output_token, output_head,
-    GROUP: tl.constexpr, CHANNELS: tl.constexpr,
+    PDL: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_LINES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Put the splits of `attend` together; grid [blocks of lines, key heads, B]."""
+    start_after_others(PDL)
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     total = tl.load(lengths + row).to(tl.int32) + places
     used = tl.cdiv(total, _chunk(total, splits, BLOCK_KEYS))

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import Linear, Module, functional
 
-from polydraft.backends.triton import kernels_run, power_of_two
+from polydraft.backends.triton import kernels_run, overlapping, power_of_two
 from polydraft.backends.triton.attention import attend_tree, obstacle
 from polydraft.backends.triton.invariant import (
     FORMATS,
@@ -28,7 +28,8 @@ from polydraft.models.cache import SlotCache
 from polydraft.models.families import steady_positions
 from polydraft.models.hf import HFModel
 from polydraft.models.hf_context import HFContext
-from polydraft.models.quantised import Int8Body, Int8Layer, Int8Linear, Int8Weight, is_int8_llama, multiply_int8
+from polydraft.models.products import Product, fast_product
+from polydraft.models.quantised import Int8Body, Int8Layer, Int8Linear, Int8Weight, is_int8_llama, multiply_int8, rounded
 from polydraft.operations import implements
 from polydraft.trees import Block, causal_block
 
@@ -179,11 +180,11 @@ class FusedBody(FastBody):
         sight: Sight | None,
         cache: SlotCache,
     ) -> Tensor:
-        projected_BTX = self.product(normed_BTF, layer.qkv, layer.qkv_bias)
-        keys_LBHSC, values_LBHSC = cache.held(projected_BTX, layer.keys, layer.channels)
+        projected_SBTX = self._parts(normed_BTF, layer.qkv, layer.qkv_bias)
+        keys_LBHSC, values_LBHSC = cache.held(normed_BTF, layer.keys, layer.channels)
         key_BHSC, value_BHSC = keys_LBHSC[layer.index], values_LBHSC[layer.index]
         query_BHTC = rotate_store(
-            projected_BTX, turns.cos, turns.sin, view.slots_BT, key_BHSC, value_BHSC, view.rows_B, turns.positions_BT
+            projected_SBTX, turns.cos, turns.sin, view.slots_BT, key_BHSC, value_BHSC, view.rows_B, turns.positions_BT
         )
         if sight is not None:
             mixed_BHTC = invariant_attention(query_BHTC, key_BHSC, value_BHSC, sight, layer.scale)
@@ -193,13 +194,19 @@ class FusedBody(FastBody):
             )
         return self._through(layer.output, mixed_BHTC.transpose(1, 2).flatten(2))
 
+    def _parts(self, input_BTX: Tensor, weight: Any, bias_F: Tensor | None) -> Tensor:
+        """Multiply inputs by weights, and leave it to the next kernel to add up the parts."""
+        if isinstance(weight, Int8Weight):
+            return invariant_parts(input_BTX, weight.data_FX, bias_F, scales_F=weight.scales_F)
+        if self.invariant:
+            return invariant_parts(input_BTX, weight, bias_F)
+        return self.product(input_BTX, weight, bias_F)[None]
+
     def _through(self, layer: Module, input_BTX: Tensor) -> Tensor:
         """Apply a layer, by our own product if it is a plain one; `add_norm` takes parts."""
         if is_product(layer):
             assert isinstance(layer, Linear)
-            if self.invariant:
-                return invariant_parts(input_BTX, layer.weight, layer.bias)
-            return self.product(input_BTX, layer.weight, layer.bias)
+            return self._parts(input_BTX, layer.weight, layer.bias)
         if is_product(layer, Int8Linear):
             assert isinstance(layer, Int8Linear)
             return invariant_parts(input_BTX, layer.held[0], layer.bias, scales_F=layer.held[1])
@@ -266,6 +273,25 @@ def fused_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: Tens
     return invariant_parts(input_RX, data_FX, bias_F, most_apart=0, scales_F=scales_F, dtype=torch.float32)[0]
 
 
+def _multiplies_int8(layer: Module | tuple[Tensor, Tensor | None], int8: bool = False) -> bool:
+    return int8 and isinstance(layer, tuple) and layer[0].dtype in FORMATS and kernels_run(layer[0])
+
+
+@implements(fast_product, "triton", supports=_multiplies_int8)
+def int8_product(layer: Module | tuple[Tensor, Tensor | None], int8: bool = False) -> Product:
+    """Return products of a few rows with a weight that is read in int8; many rows are computed, not read."""
+    assert isinstance(layer, tuple)
+    (weight_FX, bias_F), (data_FX, scales_F) = layer, rounded(layer[0].detach())
+    data_FX = data_FX[:, : weight_FX.shape[1]].contiguous()  # rows are padded on a CPU
+
+    def multiply(input_XF: Tensor) -> Tensor:
+        if input_XF.numel() > MOST_TOKENS * input_XF.shape[-1]:
+            return functional.linear(input_XF, weight_FX, bias_F)
+        return invariant_parts(input_XF, data_FX, bias_F, most_apart=0, scales_F=scales_F)[0]
+
+    return multiply
+
+
 def _variance(body: LeanBody | Int8Body) -> str | None:
     """Return why a body that runs fused cannot be invariant, or None."""
     if (dtype := body.embedding.weight.dtype) not in FORMATS:
@@ -276,32 +302,37 @@ def _variance(body: LeanBody | Int8Body) -> str | None:
 
 
 def add_norm(
-    hidden_BTF: Tensor, delta_BTF: Tensor | None, weight_F: Tensor, epsilon: float, normed_BTF: Tensor | None = None
+    hidden_BTF: Tensor | None, delta: Tensor | None, weight_F: Tensor, epsilon: float, normed_BTF: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `hidden + delta`, and its root-mean-square norm times `weight`, in `normed_BTF` if that is given.
+    """Return `hidden + delta`, either of which may be None, and its norm times `weight`, in `normed_BTF` if that is given.
 
-    `delta` may be the parts `[S, B, T, F]` of a product, which are added in order.
+    `delta` is `[B, T, F]`, or the parts `[S, B, T, F]` of a product, which are added in order.
     """
     from polydraft.backends.triton import layer_kernels as kernels
 
-    hidden_BTF = hidden_BTF.contiguous()
-    channels = hidden_BTF.shape[-1]
-    total_BTF = hidden_BTF if delta_BTF is None else torch.empty_like(hidden_BTF)
+    if hidden_BTF is None:
+        assert delta is not None and delta.dim() == 4
+        total_BTF = torch.empty(delta.shape[1:], dtype=weight_F.dtype, device=delta.device)
+    else:
+        hidden_BTF = hidden_BTF.contiguous()
+        total_BTF = hidden_BTF if delta is None else torch.empty_like(hidden_BTF)
+    channels = total_BTF.shape[-1]
     if normed_BTF is None:
-        normed_BTF = torch.empty_like(hidden_BTF)
-    added_BTF = hidden_BTF if delta_BTF is None else delta_BTF
-    assert added_BTF.is_contiguous() and weight_F.is_contiguous()
-    rows = hidden_BTF.numel() // channels
+        normed_BTF = torch.empty_like(total_BTF)
+    added = total_BTF if delta is None else delta
+    assert added.is_contiguous() and weight_F.is_contiguous()
+    rows = total_BTF.numel() // channels
     kernels.add_norm[(rows,)](
-        hidden_BTF, added_BTF, weight_F, total_BTF, normed_BTF, epsilon, rows, channels, normed_BTF.stride(-2),
-        PARTS=0 if delta_BTF is None else delta_BTF.numel() // hidden_BTF.numel(), BLOCK=power_of_two(channels),
-        num_warps=16 if channels > 2048 else 8 if channels > 1024 else 4,
+        total_BTF if hidden_BTF is None else hidden_BTF, added, weight_F, total_BTF, normed_BTF, epsilon, rows, channels,
+        normed_BTF.stride(-2), PARTS=0 if delta is None else delta.numel() // total_BTF.numel(),
+        **overlapping(total_BTF), RESIDUAL=hidden_BTF is not None,
+        BLOCK=power_of_two(channels), num_warps=16 if channels > 2048 else 8 if channels > 1024 else 4,
     )  # fmt: skip
     return total_BTF, normed_BTF
 
 
 def rotate_store(
-    projected_BTX: Tensor,
+    projected: Tensor,
     cos_BTC: Tensor,
     sin_BTC: Tensor,
     slots_BT: Tensor,
@@ -312,23 +343,26 @@ def rotate_store(
 ) -> Tensor:
     """Turn queries and keys, store keys and values in some rows, all if not given, and return the queries `[B, H, T, C]`.
 
-    With positions, cosines and sines are those of all positions, `[P, C]`.
+    `projected` is `[B, T, X]`, or the parts `[S, B, T, X]` of a product. With positions, cosines and sines are those of all
+    positions, `[P, C]`.
     """
     from polydraft.backends.triton import layer_kernels as kernels
 
-    batch_size, size, width = projected_BTX.shape
+    batch_size, size, width = projected.shape[-3:]
     keys, channels = key_BHSC.shape[1], key_BHSC.shape[3]
     queries = width // channels - 2 * keys
-    assert projected_BTX.is_contiguous() and slots_BT.is_contiguous() and cos_BTC.stride() == sin_BTC.stride()
+    assert projected.is_contiguous() and slots_BT.is_contiguous() and cos_BTC.stride() == sin_BTC.stride()
     if positions_BT is None:
         assert cos_BTC.shape == (batch_size, size, channels) and cos_BTC.stride(0) == size * cos_BTC.stride(1), cos_BTC.shape
     else:
         assert positions_BT.is_contiguous() and cos_BTC.shape[1:] == (channels,), cos_BTC.shape
-    query_BTHC = projected_BTX.new_empty(batch_size, size, queries, channels)
+    query_BTHC = key_BHSC.new_empty(batch_size, size, queries, channels)
     kernels.rotate_store[(batch_size * size,)](
-        projected_BTX, cos_BTC, sin_BTC, slots_BT if positions_BT is None else positions_BT, slots_BT,
-        slots_BT if rows_B is None else rows_B, query_BTHC, key_BHSC, value_BHSC, size, cos_BTC.stride(-2),
-        *key_BHSC.stride()[:3], *value_BHSC.stride()[:3], LOOKED_UP=positions_BT is not None, SOME=rows_B is not None,
+        projected, cos_BTC, sin_BTC, slots_BT if positions_BT is None else positions_BT, slots_BT,
+        slots_BT if rows_B is None else rows_B, query_BTHC, key_BHSC, value_BHSC, size,
+        batch_size * size, cos_BTC.stride(-2), *key_BHSC.stride()[:3], *value_BHSC.stride()[:3],
+        **overlapping(projected), PARTS=projected.numel() // (batch_size * size * width),
+        LOOKED_UP=positions_BT is not None, SOME=rows_B is not None,
         QUERIES=queries, KEYS=keys, CHANNELS=channels, BLOCK_HEADS=power_of_two(queries + 2 * keys),
         HALF=power_of_two(channels // 2), num_warps=8 if queries > 16 else 4,
     )  # fmt: skip
@@ -344,6 +378,6 @@ def gate(gate_up_BTX: Tensor) -> Tensor:
     output_BTX = gate_up_BTX.new_empty(*gate_up_BTX.shape[:-1], channels)
     block = min(power_of_two(channels), 1024)
     kernels.gate[(output_BTX.numel() // channels, -(-channels // block))](
-        gate_up_BTX, output_BTX, channels, BLOCK=block, num_warps=4
+        gate_up_BTX, output_BTX, channels, **overlapping(gate_up_BTX), BLOCK=block, num_warps=4
     )
     return output_BTX

@@ -7,6 +7,8 @@ place of five to twenty small operations, which in a captured round take 1 to 2 
 import triton
 import triton.language as tl
 
+from polydraft.backends.triton.keys import start_after_others
+
 
 @triton.jit(
     do_not_specialize=[
@@ -90,12 +92,13 @@ def norm_parts(features, weights, normed, epsilon, channels, features_row, BLOCK
 def enter_head(
     features, tokens, parents, embedding, feature_weight, token_weight, pair, epsilon, channels, size,
     above_row, above_token, parent_row, embedding_row,
-    CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Put norms of features and of embedded tokens side by side; grid [B · T, 2].
 
     With `CHOSEN`, `parents` say which of a row's features each token follows.
     """
+    start_after_others(PDL)
     entry = tl.program_id(0).to(tl.int64)
     row, place = entry // size, entry % size
     channel_C = tl.arange(0, BLOCK)

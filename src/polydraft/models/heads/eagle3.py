@@ -87,9 +87,8 @@ def load_eagle3(folder: Path, target: HFModel, name: str) -> FeatureHead:
     head.load_state_dict(renamed(theirs, shape))
     head.tables = _tables(theirs, head, vocabulary)
     target.tap(shape.taps)
-    # Of a draft, fewer bits change speed and never the text's distribution: on a CPU it is read in int8, whatever the target
-    # is.
-    head.int8 = head.native
+    # Of a draft, fewer bits change speed and never the text's distribution: it is read in int8, whatever the target is.
+    head.int8 = True
     return head.to(target.device, target.dtype).requires_grad_(False).eval()
 
 

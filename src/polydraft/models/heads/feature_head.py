@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from polydraft.devices import is_host
 from polydraft.models.products import Product, by_rows, fast_product
 from polydraft.sampling import PartialVocabulary
 
@@ -111,9 +112,9 @@ class FeatureHead(nn.Module):
         # on loading. A head that brings its own puts them here.
         self.tables = (embedding_VH, output_VH if vocabulary is None else output_VH[vocabulary.tokens_D])
         self.native = True
-        """Whether to run by compiled code where that is possible."""
+        """Whether to run by compiled code on a CPU."""
         self.int8 = False
-        """Whether compiled code reads the weights in int8."""
+        """Whether kernels of ours read the weights in int8."""
         self.kept: dict[str, object] = {}
         """What backends keep with the head, until its weights move."""
         self._products: dict[int, tuple[Tensor, Product | None]] = {}
@@ -231,7 +232,7 @@ class FeatureHead(nn.Module):
 
     def _product(self, weight_GH: Tensor) -> Product | None:
         """Return products with a weight by compiled code, made once; None where there is none, and in training."""
-        if not self.native or torch.is_grad_enabled():
+        if torch.is_grad_enabled() or (is_host(self.device) and not self.native):
             return None
         weight, product = self._products.get(id(weight_GH), (None, None))
         if weight is not weight_GH:

@@ -187,9 +187,8 @@ def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> Featu
             f"cannot read the weights of draft {name!r} ({reason}); train it again or get another copy"
         ) from None
     target.tap(shape.taps)
-    # Of a draft, fewer bits change speed and never the text's distribution: on a CPU it is read in int8, whatever the target
-    # is.
-    head.int8 = head.native
+    # Of a draft, fewer bits change speed and never the text's distribution: it is read in int8, whatever the target is.
+    head.int8 = True
     return head.to(target.device, target.dtype).requires_grad_(False).eval()
 
 
