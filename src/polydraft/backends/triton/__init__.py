@@ -85,7 +85,7 @@ def _launch_one(device: torch.device) -> float:
 
 
 def overlapping(tensor: Tensor) -> dict[str, Any]:
-    """Return how to launch a kernel that begins with `start_after_others`: a GPU that can gets it ready while others run."""
+    """Return how to launch a kernel that begins with `wait_for_others`: a GPU that can gets it ready while others run."""
     return {"PDL": True, "launch_pdl": True} if _overlaps(tensor.device) else {"PDL": False}
 
 

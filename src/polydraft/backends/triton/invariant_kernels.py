@@ -7,7 +7,7 @@ See `polydraft.backends.triton.invariant` for what makes them so. Imported only 
 import triton
 import triton.language as tl
 
-from polydraft.backends.triton.keys import start_after_others
+from polydraft.backends.triton.keys import let_next_start, wait_for_others
 
 _UNSEEN = tl.constexpr(-1e30)
 """The base of a line that has seen nothing: any finite number far below all scores keeps differences from being NaN."""
@@ -26,7 +26,7 @@ def invariant_product(
     Splits that are apart are programs of their own and leave their parts to who reads them; else one program adds them up.
     A weight in int8 is scaled by its rows.
     """
-    start_after_others(PDL)
+    wait_for_others(PDL)
     output_M = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     row_N = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     # Outputs past the end read the last one again, which costs less than a mask, and are not stored. Rows past the end are
@@ -65,6 +65,7 @@ def invariant_product(
                     part_MN *= tl.load(scales + tl.minimum(output_M, outputs - 1))[:, None]
                 total_MN += part_MN
                 part_MN = tl.zeros_like(part_MN)
+    let_next_start(PDL)
     if SPLITS == 1 or APART:
         if SCALED:
             part_MN *= tl.load(scales + tl.minimum(output_M, outputs - 1))[:, None]
@@ -128,7 +129,7 @@ def invariant_attend(
     program goes through all splits: a causal one is done then, of others the total is part 0, the last, unfinished one part 1.
     With `SOME`, `rows` says in which row of the storage each row of the queries is.
     """
-    start_after_others(PDL)
+    wait_for_others(PDL)
     row = tl.program_id(2).to(tl.int64)
     lines = size * GROUP
     blocks = tl.cdiv(lines, BLOCK_LINES)
@@ -184,6 +185,7 @@ def invariant_attend(
                 queries_MC, seen_MN, keys_NC, values_NC, base_M, sum_MX, mixed_MC, scale, PRECISION
             )
 
+    let_next_start(PDL)
     real_MC = real_M[:, None] & real_C[None, :]
     sum_M = tl.max(sum_MX, 1)
     if AT_ONCE and CAUSAL:
@@ -275,7 +277,8 @@ def invariant_join(
     Matrix units take eight columns: each line of a token, of which there are `LINES`, stands there `REPEAT` times. Totals have
     each line once: registers decide how many programs hide each other's waiting.
     """
-    start_after_others(PDL)
+    wait_for_others(PDL)
+    let_next_start(PDL)
     token, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     length = tl.load(lengths + row).to(tl.int32)
     member_L, channel_C = tl.arange(0, LINES), tl.arange(0, BLOCK_CHANNELS)

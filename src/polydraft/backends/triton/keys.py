@@ -16,14 +16,23 @@ def touch(place):
 
 
 @triton.jit
-def start_after_others(PDL: tl.constexpr):
-    """With programmatic dependent launch: let the next kernel get ready, and wait until all before this one are done.
+def wait_for_others(PDL: tl.constexpr):
+    """With programmatic dependent launch: wait until all kernels before this one are done.
 
     A kernel launched so has to begin with it, before it reads or writes anything.
     """
     if PDL:
-        cuda.gdc_launch_dependents()
         cuda.gdc_wait()
+
+
+@triton.jit
+def let_next_start(PDL: tl.constexpr):
+    """With programmatic dependent launch: let the next kernel get ready while this one goes on.
+
+    Not too early in a kernel of many programs: the next one's would crowd on the first multiprocessors that get free.
+    """
+    if PDL:
+        cuda.gdc_launch_dependents()
 
 
 @triton.jit

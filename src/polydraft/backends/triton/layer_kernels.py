@@ -11,7 +11,7 @@ pairs of a tree token and a query head that share a key head, so that keys and v
 import triton
 import triton.language as tl
 
-from polydraft.backends.triton.keys import start_after_others
+from polydraft.backends.triton.keys import let_next_start, wait_for_others
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -20,7 +20,8 @@ def add_norm(
     PDL: tl.constexpr, PARTS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add up parts of a product and the residual stream, and take the root-mean-square norm; grid [rows]."""
-    start_after_others(PDL)
+    wait_for_others(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     channel_C = tl.arange(0, BLOCK)
     real_C = channel_C < channels
@@ -66,7 +67,8 @@ def rotate_store(
     `projected` holds the heads of queries, keys and values of a token side by side, in parts that are added up. With `SOME`,
     `rows` says in which row of the storage each row of the tokens is. With `LOOKED_UP`, `cos` and `sin` are tables by position.
     """
-    start_after_others(PDL)
+    wait_for_others(PDL)
+    let_next_start(PDL)
     token = tl.program_id(0).to(tl.int64)
     row = token // size
     if SOME:
@@ -109,7 +111,8 @@ def rotate_store(
 @triton.jit
 def gate(gate_up, output, channels, PDL: tl.constexpr, BLOCK: tl.constexpr):
     """Return SiLU of the first half times the second; grid [rows, blocks of channels]."""
-    start_after_others(PDL)
+    wait_for_others(PDL)
+    let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
     channel_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     real_C = channel_C < channels
@@ -186,7 +189,7 @@ def attend(
 
     Writes the result itself with one split, else what `join` needs: weighted values, the peak and the sum of weights.
     """
-    start_after_others(PDL)
+    wait_for_others(PDL)
     split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
     lines = size * GROUP
     blocks = tl.cdiv(lines, BLOCK_LINES)
@@ -240,6 +243,7 @@ def attend(
         visible_MN = tl.load(visible + visible_offsets_MN, mask=real_M[:, None] & real_N[None, :], other=0) != 0
         peak_M, sum_M, mixed_MC = _absorb(queries_MC, visible_MN, keys_NC, values_NC, peak_M, sum_M, mixed_MC, scale, PRECISION)
 
+    let_next_start(PDL)
     if ALONE:
         result_MC = mixed_MC / tl.where(sum_M == 0.0, 1.0, sum_M)[:, None]
         output += row * output_row
@@ -261,7 +265,8 @@ def join(
     BLOCK_LINES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
     """Put the splits of `attend` together; grid [blocks of lines, key heads, B]."""
-    start_after_others(PDL)
+    wait_for_others(PDL)
+    let_next_start(PDL)
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)
     total = tl.load(lengths + row).to(tl.int32) + places
     used = tl.cdiv(total, _chunk(total, splits, BLOCK_KEYS))

@@ -7,7 +7,7 @@ place of five to twenty small operations, which in a captured round take 1 to 2 
 import triton
 import triton.language as tl
 
-from polydraft.backends.triton.keys import start_after_others
+from polydraft.backends.triton.keys import let_next_start, wait_for_others
 
 
 @triton.jit(
@@ -98,7 +98,8 @@ def enter_head(
 
     With `CHOSEN`, `parents` say which of a row's features each token follows.
     """
-    start_after_others(PDL)
+    wait_for_others(PDL)
+    let_next_start(PDL)
     entry = tl.program_id(0).to(tl.int64)
     row, place = entry // size, entry % size
     channel_C = tl.arange(0, BLOCK)
