@@ -25,6 +25,7 @@ ROOMS = [
     "registry",
     "operations",
     "described",
+    "prompt_records",
     "prompts",
     "transfers",
     "rows",

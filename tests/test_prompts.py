@@ -187,9 +187,41 @@ def test_bad_files_are_refused_with_the_place(write, name, content, words):
 def test_sources_that_cannot_be_read(tmp_path):
     assert "not found" in refusal(str(tmp_path / "absent.jsonl"))
     assert "not found" in refusal("")
-    assert "directory" in refusal(str(tmp_path))
+    assert "no files of prompts" in refusal(str(tmp_path))
     assert "cannot be read" in refusal("a\0b")
     assert "cannot be read" in refusal("x" * 5000)
+
+
+def test_a_folder_is_all_its_files(write, tmp_path):
+    write('{"prompt": "def f():", "task_id": "HumanEval/0"}\n', "HumanEval.jsonl")
+    write('{"question_id": 1, "category": "own", "turns": ["One?"]}\n{"question_id": 1, "turns": ["Two?"]}\n', "question.jsonl")
+    write("no prompts", "README.md")
+    found = load_prompts(str(tmp_path))
+    assert [(prompt.id, prompt.category, prompt.text) for prompt in found] == [
+        ("HumanEval/0", "HumanEval", "def f():"),
+        ("1", "own", "One?"),
+        ("1@3", "question", "Two?"),
+    ]
+    write('{"prompt": "a"}\n{"query": "b"}\n', "zero.jsonl")
+    message = refusal(str(tmp_path))
+    assert "line 2 of zero.jsonl" in message and "no prompt" in message
+
+
+def test_a_table_of_turns(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    table = pytest.importorskip("pyarrow").table(
+        {
+            "question_id": ["a", "b"],
+            "category": ["coding", "rag"],
+            "turns": [["One?", "Two?"], ["Three?"]],
+            "multiturn": [True, False],
+        }
+    )
+    parquet.write_table(table, tmp_path / "test-00000-of-00001.parquet")
+    found = load_prompts(str(tmp_path))
+    assert [(prompt.id, prompt.category, prompt.text) for prompt in found] == [("a", "coding", "One?"), ("b", "rag", "Three?")]
+    (tmp_path / "test-00000-of-00001.parquet").write_bytes(b"PAR1 and no more")
+    assert "complete Parquet file" in refusal(str(tmp_path / "test-00000-of-00001.parquet"))
 
 
 def test_a_file_without_rights(write, monkeypatch):

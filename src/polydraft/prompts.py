@@ -1,34 +1,16 @@
-"""Prompts: our own, a file of a known dataset, or a dataset of the Hugging Face hub.
+"""Prompts: our own, a file of a known dataset or a folder of such files, or a dataset of the Hugging Face hub.
 
-The content of a file tells whether it is JSON lines, JSON or text, and which dataset its records come from. All commands read
-prompts with this module; `polydraft batch` gives it one line at a time.
+The keys of a record tell which dataset it comes from. All commands read prompts with this module; `polydraft batch` gives it
+one line at a time.
 """
 
-import gzip
-import importlib
 import itertools
 import json
-import os
-import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import resources
-from pathlib import Path
-from typing import Any
 
-from polydraft.errors import UsageError, first_line, unknown_name
-
-BUILTIN = "builtin"
-"""The source that needs neither a file nor the network."""
-_BUILTIN_FILE = "builtin_prompts.jsonl"
-_HUB = "hf:"
-_ALLOWED = f"allowed: {BUILTIN!r}, the path of a file, or {_HUB}NAME[:SPLIT]"
-_GZIP_MAGIC = b"\x1f\x8b"
-
-Record = Mapping[str, Any]
-"""One row of a dataset, keys as in its file."""
-Placed = tuple[str, Any]
-"""Where a record stands, in words ("line 3"), and the record."""
+from polydraft.errors import UsageError, unknown_name
+from polydraft.prompt_records import Placed, Record, records_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +84,7 @@ def _is_text(value: object) -> bool:
 _CONVERSATION = "messages"
 FORMATS = {
     _CONVERSATION: PromptFormat("messages", _conversation),
-    "mt_bench": PromptFormat("question_id+turns", _first_turn, "question_id"),  # and Spec-Bench
+    "mt_bench": PromptFormat("question_id+turns", _first_turn, "question_id"),  # and Spec-Bench, SPEED-Bench
     "squad": PromptFormat("context+question", _passage_and_question),
     "gsm8k": PromptFormat("question+answer", lambda record: record.get("question") if "answer" in record else None),
     "alpaca": PromptFormat("instruction", _instruction),
@@ -166,80 +148,6 @@ def _json_type(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def _placed_records(content: str, source: str, json_expected: bool) -> Iterator[Placed]:
-    """Read JSON lines, a JSON array, an object with such an array under `data`, or plain text with one prompt per line.
-
-    The first characters tell which. `source` is what error messages call the file; with `json_expected`, what does not look
-    like JSON is refused.
-    """
-    # Not splitlines(): U+2028 and its kind stand unescaped inside JSON strings.
-    lines = [(f"line {number}", line.strip()) for number, line in enumerate(content.split("\n"), start=1)]
-    lines = [(place, line) for place, line in lines if line]
-    start = "".join(line for _, line in lines[:2])
-    if in_array(start) or (start.startswith("{") and not _is_json_lines(lines)):
-        yield from _document_records(_loads(content, None, source), lines[0][0])
-    else:
-        is_json = json_expected or start.startswith("{")
-        for place, line in lines:
-            yield from _flattened(place, record_in(line, is_json, place, source))
-
-
-def in_array(start: str) -> bool:
-    """Whether a text that begins like this is a JSON array: "[INST] Hello" is a line of text, "[{" is not."""
-    return start.startswith("[") and start[1:].lstrip()[:1] in ("{", '"', "[", "]", "")
-
-
-def record_in(line: str, is_json: bool, place: str, source: str) -> Any:
-    """Return the record that a line holds."""
-    return _loads(line, place, source) if is_json else {"text": line}
-
-
-def _is_json_lines(lines: list[Placed]) -> bool:
-    """Tell JSON lines from one JSON object: a line that is complete, then one that opens an object."""
-    return len(lines) > 1 and not lines[0][1].endswith(("{", "[", ",", ":")) and lines[1][1].startswith("{")
-
-
-def _loads(content: str, place: str | None, source: str) -> Any:
-    """Parse JSON; `place` is None for a whole document, whose parser knows the line."""
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        reason = getattr(error, "msg", None) or first_line(error)
-        column = f" at column {error.colno}" if isinstance(error, json.JSONDecodeError) else ""
-        where = place or f"line {getattr(error, 'lineno', 1)}"
-        raise UsageError(
-            f"{where} of prompt source {source!r} is malformed JSON ({reason}{column}); "
-            "allowed: JSON lines, a JSON array, or plain text with one prompt per line; fix or remove it"
-        ) from None
-
-
-def _document_records(document: Any, start: str) -> Iterator[Placed]:
-    """Yield the numbered records of a JSON array or of the array under `data`, or a lone object that begins at `start`."""
-    if isinstance(document, dict) and isinstance(document.get("data"), list):
-        document = document["data"]
-    if not isinstance(document, list):
-        yield from _flattened(start, document)
-        return
-    for number, record in enumerate(document, start=1):
-        yield from _flattened(f"record {number}", record)
-
-
-def _flattened(place: str, record: Any) -> Iterator[Placed]:
-    """Flatten an article of the original SQuAD files: paragraphs → qas, each with its paragraph's context."""
-    paragraphs = record.get("paragraphs") if isinstance(record, dict) else None
-    if not isinstance(paragraphs, list):
-        yield place, record
-        return
-    for p, paragraph in enumerate(paragraphs, start=1):
-        questions = paragraph.get("qas") if isinstance(paragraph, dict) else None
-        if not isinstance(questions, list):
-            yield f"{place}, paragraph {p}", paragraph
-            continue
-        for q, question in enumerate(questions, start=1):
-            row = {**question, "context": paragraph.get("context")} if isinstance(question, dict) else question
-            yield f"{place}, paragraph {p}, question {q}", row
-
-
 def load_prompts(source: str, limit: int | None = None, categories: Sequence[str] = ()) -> list[Prompt]:
     """Load the prompts of a source.
 
@@ -247,7 +155,8 @@ def load_prompts(source: str, limit: int | None = None, categories: Sequence[str
     ----------
     source : str
         `builtin`; the path of a JSON lines, JSON or text file, possibly gzipped, whose records are of a format in
-        `FORMATS`; or `hf:NAME[:SPLIT]` for a dataset of the Hugging Face hub, where NAME may be
+        `FORMATS`; a Parquet file of such records; a folder of such files, whose names are the categories of records without
+        one; or `hf:NAME[:SPLIT]` for a dataset of the Hugging Face hub, where NAME may be
         `OWNER/NAME/CONFIG` and SPLIT is `test` unless the dataset has none (then its first). A file goes before the hub.
     limit : int, optional
         At most this many prompts, at least 1; all where None.
@@ -269,7 +178,7 @@ def load_prompts(source: str, limit: int | None = None, categories: Sequence[str
         raise UsageError(
             f"prompt limit {limit} is out of range; allowed: whole numbers from 1; leave it out to use every prompt"
         )
-    prompts = _load(source)
+    prompts = _from_records(records_of(source), source)
     if not prompts:
         raise UsageError(
             f"prompt source {source!r} holds no prompts; allowed: at least one; "
@@ -291,79 +200,6 @@ def _round_robin(prompts: list[Prompt], limit: int) -> list[Prompt]:
         groups.setdefault(prompt.category, []).append(prompt)
     turns = itertools.chain.from_iterable(itertools.zip_longest(*groups.values()))
     return list(itertools.islice((prompt for prompt in turns if prompt is not None), limit))
-
-
-def _load(source: str) -> list[Prompt]:
-    """Read all prompts of a source."""
-    if source == BUILTIN:
-        content = resources.files("polydraft").joinpath(_BUILTIN_FILE).read_text(encoding="utf-8")
-        return _from_records(_placed_records(content, source, json_expected=True), source)
-    path = os.path.expanduser(source)
-    if source.startswith(_HUB) and not os.path.exists(path):
-        return _load_from_hub(source)
-    return _from_records(_placed_records(_read_text(path, source), source, json_expected=names_json(path)), source)
-
-
-def names_json(path: str) -> bool:
-    """Whether the name promises JSON, so that a broken first line is an error and not a prompt."""
-    return path.lower().removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson"))
-
-
-def _read_text(path: str, source: str) -> str:
-    """Read a file, unpacked if it is gzip by content."""
-    try:
-        if not path:  # which Path would take for the current directory
-            raise FileNotFoundError
-        content = Path(path).read_bytes()
-    except FileNotFoundError:
-        raise UsageError(f"prompt file {source!r} not found; {_ALLOWED}; check the path") from None
-    except IsADirectoryError:
-        raise UsageError(f"prompt source {source!r} is a directory; {_ALLOWED}; name a file in it") from None
-    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
-        reason = getattr(error, "strerror", None) or first_line(error)
-        raise UsageError(
-            f"prompt file {source!r} cannot be read ({reason}); {_ALLOWED}; check the file and its permissions"
-        ) from None
-    if content.startswith(_GZIP_MAGIC):
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise UsageError(
-                f"prompt file {source!r} is broken ({first_line(error)}); allowed: a complete gzip file; download it again"
-            ) from None
-    try:
-        return content.decode("utf-8-sig")  # with or without a byte order mark
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise UsageError(
-            f"line {line} of prompt file {source!r} is not UTF-8; allowed: UTF-8 text, gzipped or not; convert it with iconv"
-        ) from None
-
-
-def _load_from_hub(source: str) -> list[Prompt]:
-    """Read a dataset through the `datasets` package, which is not a dependency of ours."""
-    name, _, split = source.removeprefix(_HUB).partition(":")
-    parts = name.split("/")
-    if not all(parts) or len(parts) > 3:
-        raise UsageError(f"prompt source {source!r} names no dataset; allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]")
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError:
-        raise UsageError(
-            f"prompt source {source!r} needs the package 'datasets', which cannot be imported; "
-            f"{_ALLOWED}; pip install datasets, or name a file"
-        ) from None
-    config = parts[2] if len(parts) == 3 else None
-    try:
-        rows: Any = datasets.load_dataset("/".join(parts[:2]), config, split=split or None)
-    except Exception as error:  # the hub's client, its HTTP library and each dataset's reader raise what they like
-        raise UsageError(
-            f"prompt source {source!r} cannot be loaded ({first_line(error)}); "
-            f"allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]; check the name, the split and the network, or give a file"
-        ) from None
-    if isinstance(rows, dict):  # no split was asked for: all of them
-        rows = rows["test"] if "test" in rows else next(iter(rows.values()), ())
-    return _from_records(((f"record {number}", row) for number, row in enumerate(rows, start=1)), source)
 
 
 def check_text(text: str) -> None:

@@ -13,7 +13,7 @@ from typing import IO, Any, cast
 
 from polydraft.errors import FailureError, UsageError, check_ranges
 from polydraft.output import check_same, read_settings, write_text
-from polydraft.prompts import in_array, names_json, record_in
+from polydraft.prompt_records import in_array, names_json, record_in
 
 _GZIP = b"\x1f\x8b"
 _FREE = {"slots", "slot_tokens", "chunk_tokens"}

@@ -34,7 +34,11 @@ SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 raw_option = click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
 prompts_option = click.option(
-    "--prompts", "source", default="builtin", show_default=True, help="builtin, a file, or hf:NAME[:SPLIT]."
+    "--prompts",
+    "source",
+    default="builtin",
+    show_default=True,
+    help="builtin, a file or a folder of files, or hf:NAME[:SPLIT].",
 )
 
 

@@ -12,7 +12,7 @@ class TuneOptions(PairOptions, PlaceOptions, CpuOptions):
     """Options."""
 
     source: str = "builtin"
-    """Prompts to decode: builtin, a file, or hf:NAME[:SPLIT]. Use prompts like those you will send."""
+    """Prompts to decode: builtin, a file or a folder of files, or hf:NAME[:SPLIT]. Use prompts like those you will send."""
     raw: bool = False
     """Use prompts as they are, without the chat template."""
     temperatures: tuple[float, ...] = (0.0,)

@@ -14,7 +14,7 @@ class AnalyzeSettings(PairOptions):
     draft_temperature: float | None = None
     """Temperature of the draft  [default: the target's]."""
     source: str = "builtin"
-    """builtin, a file, or hf:NAME[:SPLIT]."""
+    """builtin, a file or a folder of files, or hf:NAME[:SPLIT]."""
     limit: int = 32
     """Use this many prompts, spread over the categories."""
     categories: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ class BenchOptions(PairOptions, PlaceOptions, CpuOptions):
     described_in: ClassVar[str] = "polydraft.sampling.params:SamplingParams"
 
     source: str = "builtin"
-    """builtin, a file, or hf:NAME[:SPLIT]."""
+    """builtin, a file or a folder of files, or hf:NAME[:SPLIT]."""
     limit: int | None = None
     """Use this many prompts, spread over the categories  [default: all]."""
     shard: str | None = None
