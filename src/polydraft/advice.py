@@ -34,8 +34,8 @@ COPY = Way(
     by_default=True,
     takes="a byte of memory per weight",
     gives=(
-        "1.46× at T=0, 1.50× at T=1 (Qwen2.5-Coder-1.5B in float32, two Arm cores; in bf16 1.12×); 1.24× and 1.26× (7B shape in "
-        "bf16, H200; on a GPU, from 4B weights on)"
+        "1.46× at T=0, 1.50× at T=1 (Qwen2.5-Coder-1.5B in float32, two Arm cores; in bf16 1.12×); 1.24× and 1.26× (7B shape "
+        "in bf16, H200; on a GPU, from 4B weights on)"
     ),
 )
 INT8 = Way(
@@ -43,8 +43,8 @@ INT8 = Way(
     options="--dtype int8",
     takes="less memory; it is a slightly different model",
     gives=(
-        "3.7× float32 (Qwen2.5-Coder-1.5B, two Arm cores, both without a draft); n-grams of the text add 1.03× at T=0, 1.05× at "
-        "T=1, and rest where they lose"
+        "3.7× float32 (Qwen2.5-Coder-1.5B, two Arm cores, both without a draft); n-grams of the text add 1.03× at T=0, 1.05× "
+        "at T=1, and rest where they lose"
     ),
 )
 TRAIN = Way(

@@ -28,6 +28,8 @@ _LEAST_ON_GPU = 4_000_000_000
 
 Measured on an H200, one text: 1.25 times plain decoding with 6.6 billion, 0.45 with 0.13 billion.
 """
+_TRAINING = "2 to 2.5 times plain decoding for a 1.5B model, after 12 minutes on an H200"
+"""What a head gives and takes: log 40."""
 _SPARE = 0.7
 """Of the free memory, what a copy may take: texts need some too."""
 
@@ -103,7 +105,8 @@ def automatic_draft(
         NGRAMS: f", and {choice.reason}: n-grams of the text draft where they pay",
         AUTO: f", and {choice.reason}: decoding plainly",
     }[choice.draft if copy is not None else choice.drafter]
-    logger.info("no draft for %s is known%s; a trained head is faster: %s", target.name, said, train_command(target.name))
+    trained = f"a trained head is faster ({_TRAINING}): {train_command(target.name)}"
+    logger.info("no draft for %s is known%s; %s", target.name, said, trained)
     return dataclasses.replace(options, draft=choice.draft, drafter=choice.drafter, tree=choice.tree), copy
 
 
