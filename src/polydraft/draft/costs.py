@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 _SIZES = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _CONTEXT, _BEAM, _DRAWING, _CHILDREN = 128, 8, 2, 4
+_SMALL_TREE = 16
+"""Nodes up to which a tree's levels are narrow, whatever the scheme."""
 _LEAST_REPEATS, _MOST_REPEATS, _SECONDS = 4, 12, 2.0
 _TOGETHER = 4
 """Runs that are timed together on a GPU, so that the wait for it is not counted with each."""
@@ -143,7 +145,8 @@ def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
 
     turns: list[tuple[str, str, Callable[[], Any]]] = []
     schemes = _schemes(draft)
-    levels = [("level", name, _draft_level(draft, name) if draft is not None else _lookup(target)) for name in schemes]
+    beam = _BEAM if nodes > _SMALL_TREE else _DRAWING
+    levels = [("level", name, _draft_level(draft, name, beam) if draft is not None else _lookup(target)) for name in schemes]
     for turn, size in enumerate(reversed(sizes)):
         if size > 1:
             turns.append(levels[turn % len(levels)])
@@ -244,9 +247,9 @@ def _verification(name: str, target: LanguageModel, draft: Draft) -> Callable[[]
     return lambda: walk.run(scheme, tree, lambda node_B, path_BP: torch.softmax(logits_1V, dim=-1), own_1U)
 
 
-def _draft_level(draft: LanguageModel | FeatureHead, name: str) -> Callable[[], Any]:
-    """Return one level's work: a pass of its nodes, their distributions, and their children."""
-    width = 1 if isinstance(draft, Int8Copy) else _BEAM if name == "top" else _DRAWING
+def _draft_level(draft: LanguageModel | FeatureHead, name: str, beam: int) -> Callable[[], Any]:
+    """Return one level's work: a pass of its nodes, `beam` of them where none are drawn, their distributions, and children."""
+    width = 1 if isinstance(draft, Int8Copy) else beam if name == "top" else _DRAWING
     context: Any = draft.start(1, _CONTEXT + width)
     size, device = (_CONTEXT, draft.device)
     tokens_1T = torch.zeros(1, size, dtype=torch.long, device=device)
@@ -275,7 +278,7 @@ def _draft_level(draft: LanguageModel | FeatureHead, name: str) -> Callable[[], 
     def work() -> None:
         probs_1WD = torch.softmax(draft.head(read()).float(), -1)
         if name == "top":
-            best_children(scores_1W, probs_1WD, 2 * _BEAM, 8 * _BEAM)
+            best_children(scores_1W, probs_1WD, 2 * beam, 8 * beam)
         else:
             ranked = largest(probs_1WD.flatten(0, 1), _CHILDREN)
             gains(ranked[0], scores_1W)
