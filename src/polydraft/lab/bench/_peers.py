@@ -187,7 +187,7 @@ def _compile(prompt: list[int], bench: Bench) -> None:
 
 @METHODS.register("llama.cpp")
 def llama_cpp(spec: MethodSpec, bench: Bench) -> Method:
-    """llama.cpp on the bundled model's own 4-bit weights: another distribution, so texts differ.
+    """llama.cpp on the target's GGUF file as it is, or on the bundled model's: another distribution, so texts differ.
 
     ``llama.cpp,lib=PATH`` or the environment variable `POLYDRAFT_LLAMA_CPP` names a build; without, it is `llama-cpp-python`'s.
     """
@@ -225,9 +225,10 @@ def xllamacpp(spec: MethodSpec, bench: Bench) -> Method:
 
 
 def _gguf(spec: MethodSpec, bench: Bench) -> Path:
-    weights = weights_file()
-    if bench.target.model.name != BUNDLED or weights is None:
-        raise UsageError(f"method {spec.name!r} reads GGUF weights; it works with --target {BUNDLED} only")
+    name = bench.target.model.name
+    weights = weights_file() if name == BUNDLED else Path(name).expanduser()
+    if weights is None or weights.suffix.lower() != ".gguf" or not weights.is_file():
+        raise UsageError(f"method {spec.name!r} reads GGUF weights; it works with --target {BUNDLED} and GGUF files")
     return weights
 
 
