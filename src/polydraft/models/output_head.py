@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.models.bodies import is_product
+from polydraft.models.bodies import has_hooks, is_llama_shaped, is_product
 from polydraft.models.products import Product, by_rows, fast_product
 from polydraft.sampling import PartialVocabulary
 
@@ -19,6 +19,9 @@ def stands_alone(model: Any, device: torch.device) -> bool:
     """Whether logits are the output head of the last hidden states, nothing more (no scaling, no soft cap)."""
     if model.base_model is model:
         return False
+    own = type(model).__module__.startswith("transformers.models.") and "forward" not in vars(model)
+    if own and is_llama_shaped(model) and not has_hooks([model, model.base_model]):
+        return True  # known, and the passes below would read all weights twice
     tokens_BT = torch.tensor([[0, 1]], device=device)
     logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
     hidden_BTF = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state

@@ -40,8 +40,8 @@ class GramOptions:
     """Which continuations the suffix automaton prefers: ``"frequent"`` or ``"recent"`` ones."""
     corpus: str | Path = "auto"
     """File of the corpus cache; ``"auto"`` for the shipped one if it was made with this tokenizer, else none."""
-    fingerprint: str | None = None
-    """The tokenizer's `polydraft.ngrams.tokenizer_fingerprint`; without it ``corpus="auto"`` means none."""
+    fingerprint: str | Callable[[], str] | None = None
+    """The tokenizer's `polydraft.ngrams.tokenizer_fingerprint`, or what finds it; without it ``corpus="auto"`` means none."""
 
     def __post_init__(self) -> None:
         for name in ("gram", "max_prefix", "entries_per_key", "max_keys", "max_match"):

@@ -158,7 +158,8 @@ class CorpusCache(GramCache):
 
     def __init__(self, options: GramOptions) -> None:
         super().__init__(options)
-        self._trie = load_corpus(options.corpus, options.fingerprint)
+        mark = options.fingerprint
+        self._trie = load_corpus(options.corpus, mark() if callable(mark) else mark)
         self._ways, self._children = _Known[list[Way]](), _Known[dict[int, int]]()
         self._tables: dict[tuple[int, int, torch.device], CorpusTables] = {}
 

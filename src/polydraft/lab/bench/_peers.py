@@ -226,8 +226,10 @@ def xllamacpp(spec: MethodSpec, bench: Bench) -> Method:
 
 def _gguf(spec: MethodSpec, bench: Bench) -> Path:
     name = bench.target.model.name
-    weights = weights_file() if name == BUNDLED else Path(name).expanduser()
-    if weights is None or weights.suffix.lower() != ".gguf" or not weights.is_file():
+    given = Path(name).expanduser()
+    named = given if given.suffix.lower() == ".gguf" and given.is_file() else None
+    weights = weights_file() if name == BUNDLED else named
+    if weights is None:
         raise UsageError(f"method {spec.name!r} reads GGUF weights; it works with --target {BUNDLED} and GGUF files")
     return weights
 
