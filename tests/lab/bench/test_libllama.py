@@ -158,11 +158,14 @@ def test_methods_that_cannot_be_had(monkeypatch, tmp_path):
         _peers.llama_cpp(MethodSpec.parse(f"llama.cpp,lib={tmp_path}"), bench_of())
     with pytest.raises(UsageError, match="takes no argument"):
         _peers.llama_cpp(MethodSpec.parse("llama.cpp:x"), bench_of())
-    with pytest.raises(UsageError, match="--target smollm2 only"):
+    with pytest.raises(UsageError, match="--target smollm2 and GGUF files"):
         _peers.xllamacpp(MethodSpec.parse("xllamacpp"), bench_of(name="other"))
     monkeypatch.setattr(libllama.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="pip install --no-deps xllamacpp"):
-        _peers.xllamacpp(MethodSpec.parse("xllamacpp"), bench_of())
+    own = tmp_path / "own.GGUF"
+    own.touch()
+    for name in ("smollm2", str(own)):
+        with pytest.raises(UsageError, match="pip install --no-deps xllamacpp"):
+            _peers.xllamacpp(MethodSpec.parse("xllamacpp"), bench_of(name=name))
 
 
 @pytest.mark.skipif(

@@ -137,5 +137,5 @@ def test_llama_cpp_is_refused_where_it_cannot_be_loaded(monkeypatch: pytest.Monk
         _peers.llama_cpp(MethodSpec.parse("llama.cpp"), llama_bench(0.0))
     assert "\n" not in str(caught.value)
     monkeypatch.setattr(_peers, "weights_file", lambda: None)
-    with pytest.raises(UsageError, match="--target smollm2 only"):
+    with pytest.raises(UsageError, match="--target smollm2 and GGUF files"):
         _peers.llama_cpp(MethodSpec.parse("llama.cpp"), llama_bench(0.0))
