@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ from polydraft.options import AUTO
 from polydraft.output import check_folder, read_settings, write_text
 from polydraft.papers.decision import SHIPPED_DECISIONS
 
+logger = logging.getLogger(__name__)
+
 _ROWS = "analysis.json"
+_MODELS = {"target", "draft"}
 RunBench = Callable[[BenchSession, Path], dict[str, Any]]
 """Makes a benchmark in a folder and returns its results; shows progress as it likes."""
 
@@ -68,7 +72,7 @@ class Reproduction:
         found: dict[str, dict[str, Any]] = {}
         kept = Results()
         for run in self.paper.runs:
-            if untimed and run.timed:
+            if (untimed and run.timed) or self._is_left_out(run):
                 continue
             if isinstance(run, Run):
                 options, place = self.bench_options(run), out / run.name
@@ -79,6 +83,14 @@ class Reproduction:
                 kept[run.name] = rows
         write_tables(self.name, kept, out)
         return found
+
+    def _is_left_out(self, run: Run | DistributionRun) -> bool:
+        """Whether a run has models of its own, and they are not there, or the user has named others."""
+        if not isinstance(run, Run) or not _MODELS & run.settings.keys():
+            return False
+        if missing := [place for place in run.needs if not Path(place).exists()]:
+            logger.warning("leaving out %s: there is no %s", run.name, missing[0])
+        return bool(missing) or bool(_MODELS & self._given)
 
     def bench_options(self, run: Run) -> BenchOptions:
         """Return the options of one benchmark."""
