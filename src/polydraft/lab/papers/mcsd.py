@@ -35,8 +35,10 @@ _UNCAPTURED = {
     "MCSS without replacement, tree attention": _EAGER,
     "MCSS without replacement, copied caches": _FLAT,
 }
-_COUNTED = (*(_tree(width) for width in _WIDTHS), *_CHAINS, *_TREES)
+_COUNTED = (*(_tree(width) for width in _WIDTHS), _CHAINS[1], CHAIN, *_TREES[:3])
 _ONLY_ALPACA = (
+    *_CHAINS,
+    *_TREES,
     *(_tree(shape) for shapes in _BUDGETS.values() for shape in shapes),
     *_ABLATION.values(),
 )
