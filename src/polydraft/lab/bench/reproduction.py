@@ -55,6 +55,8 @@ class Reproduction:
         self.name, self.paper, self.size = name, PAPERS.get(name), SIZES[size]
         self._options, self._given = dict(options), set(given)
         self._models = models
+        self._missed: set[str] = set()
+        """Files that runs need and that are not there, as far as it was said."""
         self._on_gpu = captures(resolve_device(options["device"]))
         for run in self.paper.runs:
             self._source(run)
@@ -88,9 +90,13 @@ class Reproduction:
         """Whether a run has models of its own, and they are not there, or the user has named others."""
         if not isinstance(run, Run) or not _MODELS & run.settings.keys():
             return False
-        if missing := [place for place in run.needs if not Path(place).exists()]:
-            logger.warning("leaving out %s: there is no %s", run.name, missing[0])
-        return bool(missing) or bool(_MODELS & self._given)
+        if _MODELS & self._given:
+            return True
+        missing = [place for place in run.needs if not Path(place).exists()]
+        if missing and missing[0] not in self._missed:
+            logger.warning("leaving out %s and others like it: there is no %s", run.name, missing[0])
+            self._missed.add(missing[0])
+        return bool(missing)
 
     def bench_options(self, run: Run) -> BenchOptions:
         """Return the options of one benchmark."""

@@ -68,7 +68,7 @@ class Pair:
         return f"{self.name}-{what}-t{temperature:g}"
 
 
-_LAYERS = (8, 15, 22)
+_LAYERS = (20, 25, 28)
 FIRST_LAYERS = tuple(
     Pair(name=f"first-{layers}", about=f"SmolLM2-135M, its own first {layers} of 30 layers", draft=f"early-exit:{layers}")
     for layers in _LAYERS
