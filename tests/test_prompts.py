@@ -31,7 +31,39 @@ RECORDS = {
         ({"messages": TALK, "id": 7}, Prompt("7", "messages", "Be brief.\n\nHi.", tuple(TALK))),
         ({"messages": TALK, "prompt": "other"}, Prompt("messages-1", "messages", "Be brief.\n\nHi.", tuple(TALK))),
     ],
-    "gsm8k": [({"question": "1 + 1?", "answer": "#### 2"}, Prompt("gsm8k-1", "gsm8k", "1 + 1?"))],
+    "gsm8k": [
+        ({"question": "1 + 1?", "answer": "Add.\n#### 2"}, Prompt("gsm8k-1", "gsm8k", "1 + 1?", answers=("2",))),
+        ({"question": "1 + 1?", "answer": "two"}, Prompt("gsm8k-1", "gsm8k", "1 + 1?")),
+    ],
+    "triviaqa": [
+        (
+            {"question_id": "t1", "question": "Who?", "answer": {"value": "Al", "aliases": ["Al", "Alan"]}},
+            Prompt("t1", "triviaqa", "Who?", answers=("Al", "Alan")),
+        ),
+    ],
+    "spider": [
+        (
+            {"db_id": "shop", "question": "How many?", "query": "SELECT count(*) FROM t"},
+            Prompt(
+                "spider-1",
+                "spider",
+                "Write an SQL query for the database 'shop'.\n\nQuestion: How many?\nSQL: ",
+                answers=("SELECT count(*) FROM t",),
+            ),
+        ),
+    ],
+    "wmt": [
+        (
+            {"translation": {"en": "Good day.", "de": "Guten Tag."}},
+            Prompt("wmt-1", "wmt", "Translate the input English sentence into German.\nInput: Good day.\nOutput: "),
+        ),
+    ],
+    "cnn_dailymail": [
+        (
+            {"article": "It rained.", "highlights": "Rain.", "id": "c1"},
+            Prompt("c1", "cnn_dailymail", "Summarize: It rained."),
+        ),
+    ],
     "humaneval": [
         (
             {"task_id": "Mine/0", "prompt": "def f():\n", "entry_point": "f", "test": ""},
@@ -45,7 +77,7 @@ RECORDS = {
     "squad": [
         (
             {"id": "s1", "title": "T", "context": "It is red.", "question": "Colour?", "answers": {"text": ["red"]}},
-            Prompt("s1", "squad", "It is red.\n\nQuestion: Colour?"),
+            Prompt("s1", "squad", "It is red.\n\nQuestion: Colour?", answers=("red",)),
         ),
     ],
     "text": [({"text": "Just this."}, Prompt("text-1", "text", "Just this."))],

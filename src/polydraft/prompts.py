@@ -25,6 +25,8 @@ class Prompt:
     """What the user says, exactly as in the dataset; chat templates are applied elsewhere."""
     messages: tuple[Record, ...] = field(default=(), hash=False)
     """The conversation, if the prompt is one; `text` is then what its messages say."""
+    answers: tuple[str, ...] = ()
+    """Right answers, any of them; none where texts are not right or wrong, such as translations and summaries."""
 
     @property
     def content(self) -> str | list[Record]:
@@ -41,6 +43,8 @@ class PromptFormat:
     text: Callable[[Record], object]
     """Returns the prompt, or anything but a non-empty string if the record has another format."""
     id_key: str = "id"
+    answers: Callable[[Record], Iterable[object]] = lambda record: ()
+    """Returns the right answers; what is no text is left out."""
 
 
 def _conversation(record: Record) -> object:
@@ -77,16 +81,75 @@ def _task(record: Record) -> object:
     return record.get("text") or (record.get("prompt") if "test_list" in record else None)
 
 
+def _translation(record: Record) -> object:
+    """Return MCSD's instruction to translate, from the language that stands first."""
+    pair = record.get("translation")
+    if not isinstance(pair, Mapping) or len(pair) != 2:
+        return None
+    source, into = (_LANGUAGES.get(code, code) for code in pair)
+    text = next(iter(pair.values()))
+    return f"Translate the input {source} sentence into {into}.\nInput: {text}\nOutput: " if _is_text(text) else None
+
+
+def _article(record: Record) -> object:
+    article = record.get("article")
+    return f"Summarize: {article}" if _is_text(article) and _is_text(record.get("highlights")) else None
+
+
+def _database_question(record: Record) -> object:
+    """Return the question; what tables the database has is not in these records."""
+    database, question = record.get("db_id"), record.get("question")
+    if not _is_text(record.get("query")) or not _is_text(database) or not _is_text(question):
+        return None
+    return f"Write an SQL query for the database {database!r}.\n\nQuestion: {question}\nSQL: "
+
+
+def _trivia_answers(record: Record) -> list[object]:
+    answer = record.get("answer")
+    return [answer.get("value"), *(answer.get("aliases") or ())] if isinstance(answer, Mapping) else []
+
+
+def _passage_answers(record: Record) -> list[object]:
+    """Return the spans, as the hub has them, and as the original file does."""
+    answers = record.get("answers")
+    if isinstance(answers, Mapping):
+        return list(answers.get("text") or ())
+    return [one.get("text") for one in answers if isinstance(one, Mapping)] if isinstance(answers, list) else []
+
+
+def _last_line(record: Record) -> list[object]:
+    """Return what stands behind ``####`` in the worked solution."""
+    _, marked, result = str(record.get("answer")).rpartition("####")
+    return [result] if marked else []
+
+
 def _is_text(value: object) -> bool:
     return isinstance(value, str) and bool(value.strip())
 
 
 _CONVERSATION = "messages"
+_LANGUAGES = {
+    "cs": "Czech", "de": "German", "en": "English", "et": "Estonian", "fi": "Finnish", "fr": "French", "gu": "Gujarati",
+    "hi": "Hindi", "kk": "Kazakh", "lt": "Lithuanian", "lv": "Latvian", "ro": "Romanian", "ru": "Russian", "tr": "Turkish",
+    "zh": "Chinese",
+}  # fmt: skip
+"""Of WMT, by code."""
 FORMATS = {
     _CONVERSATION: PromptFormat("messages", _conversation),
     "mt_bench": PromptFormat("question_id+turns", _first_turn, "question_id"),  # and Spec-Bench, SPEED-Bench
-    "squad": PromptFormat("context+question", _passage_and_question),
-    "gsm8k": PromptFormat("question+answer", lambda record: record.get("question") if "answer" in record else None),
+    "squad": PromptFormat("context+question", _passage_and_question, answers=_passage_answers),
+    "triviaqa": PromptFormat(
+        "question+answer.value",
+        lambda record: record.get("question") if _trivia_answers(record) else None,
+        "question_id",
+        _trivia_answers,
+    ),
+    "gsm8k": PromptFormat(
+        "question+answer", lambda record: record.get("question") if "answer" in record else None, answers=_last_line
+    ),
+    "spider": PromptFormat("db_id+question+query", _database_question, answers=lambda record: [record.get("query")]),
+    "wmt": PromptFormat("translation", _translation),
+    "cnn_dailymail": PromptFormat("article+highlights", _article),
     "alpaca": PromptFormat("instruction", _instruction),
     "mbpp": PromptFormat("task_id+text", _task, "task_id"),
     "humaneval": PromptFormat(
@@ -131,9 +194,10 @@ def prompt_of(record: object, where: str) -> Prompt:
             category=category or name,
             text=text,
             messages=tuple(record["messages"]) if name == _CONVERSATION else (),
+            answers=tuple(dict.fromkeys(str(one).strip() for one in form.answers(record) if _is_text(one))),
         )
         try:  # JSON's \ud800 escapes pass the parser and would only fail in the tokenizer or the report
-            f"{prompt.id}{prompt.category}{prompt.text}".encode()
+            f"{prompt.id}{prompt.category}{prompt.text}{''.join(prompt.answers)}".encode()
         except UnicodeEncodeError:
             raise UsageError(f"{where} has half a surrogate pair; allowed: valid Unicode; fix or remove it") from None
         return prompt

@@ -11,6 +11,7 @@ from polydraft.train import HeadSize
 from polydraft.train.corpus import Corpus
 from polydraft.train.objective import loss_of
 from polydraft.train.pupils import TargetDistributions, Teacher, acceptance_of
+from polydraft.train.start import load_start
 from polydraft.train.training import make_pupil
 from polydraft.train.writer import Texts, Writer, chat_form
 from polydraft.verify import RejectionWithoutReplacement
@@ -149,8 +150,9 @@ def test_a_head_goes_on_where_another_stopped(mlp_size: int, target: Loaded, tmp
     for parameter in first.module.parameters():  # as they are written
         parameter.data = parameter.data.bfloat16().float()
     first.export(tmp_path, {})
-    size = HeadSize(taps=(1, 2), rollouts=2, mlp_size=mlp_size, start=tmp_path)
-    second = make_pupil(short("head", vocabulary=100, size=size), target, corpus)
+    size = HeadSize(taps=(1, 2), rollouts=2, mlp_size=mlp_size)
+    wider = short("head", vocabulary=100, size=size, start=str(tmp_path))
+    second = make_pupil(wider, target, corpus, load_start(wider, target))
     untaught = second.lesson(texts, 2)[1][0][1]
     second.prime(texts)
     found = [logits_RD for _, logits_RD in second.lesson(texts, 2)[1]]

@@ -200,19 +200,19 @@ def test_a_head_begins_where_another_ended(target: Loaded, other_vocabulary: str
     first = short("head", steps=40, evaluate_every=40)
     ended = run(first, target, tmp_path / "one")[-1].acceptance
     assert isinstance(first.size, HeadSize)
-    wider = replace(first, steps=1, size=replace(first.size, taps=(1, 2), start=tmp_path / "one"))
+    wider = replace(first, steps=1, size=replace(first.size, taps=(1, 2)), start=str(tmp_path / "one"))
     reports = run(wider, target, tmp_path / "two")
     begun = next(report for report in reports if report.phase == "training").acceptance
     # The new tap has no say yet; weights on disk are in bfloat16.
     assert begun[0].sampled_1 == pytest.approx(ended[0].sampled_1, abs=0.01)
     assert begun[1].sampled_1 == pytest.approx(ended[1].sampled_1, abs=0.01)
     other = load_model(other_vocabulary, torch.device("cpu"), torch.float32)
-    with pytest.raises(UsageError, match="head for another target"):
+    with pytest.raises(UsageError, match="was trained for another tokenizer"):
         run(wider, other, tmp_path / "three")
     with pytest.raises(UsageError, match=r"has another shape \(.* differs\)"):
         run(replace(wider, size=replace(wider.size, mlp_size=16)), target, tmp_path / "four")
     (tmp_path / "one" / "model.safetensors").write_bytes(b"torn")
-    with pytest.raises(UsageError, match="holds no usable head"):
+    with pytest.raises(FailureError, match="cannot read the weights"):
         run(wider, target, tmp_path / "five")
 
 

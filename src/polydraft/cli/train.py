@@ -43,17 +43,17 @@ def command() -> None:
 @command.command("draft", short_help="Distil a small language model.")
 @_shared
 @options_of(DraftSize)
-def draft(layers: int, width: int, **options: Any) -> None:
-    """Distil a small causal language model with the target's tokenizer."""
+def draft(layers: int | None, width: int | None, **options: Any) -> None:
+    """Distil a small causal language model with the target's tokenizer, or fine-tune one (--start)."""
     _train(DraftSize(layers=layers, width=width), options)
 
 
 @command.command("head", short_help="Train a feature head on the target's hidden states.")
 @_shared
 @options_of(HeadSize, mlp_size={"flag": "--mlp"}, taps={"type": str, "multiple": False, "help": _TAPS})
-def head(mlp_size: int, taps: str | None, rollouts: int, start: Path | None, tree: str, **options: Any) -> None:
-    """Train a feature head, as in EAGLE, on the target's hidden states."""
-    _train(HeadSize(mlp_size=mlp_size, taps=_layers(taps), rollouts=rollouts, start=start, tree=tree), options)
+def head(mlp_size: int, taps: str | None, rollouts: int, tree: str, **options: Any) -> None:
+    """Train a feature head, as in EAGLE, on the target's hidden states, or fine-tune one (--start), an EAGLE-3 head too."""
+    _train(HeadSize(mlp_size=mlp_size, taps=_layers(taps), rollouts=rollouts, tree=tree), options)
 
 
 def _layers(taps: str | None) -> tuple[int, ...] | None:
@@ -80,20 +80,25 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
     check_out(out, resume=resume)
     target = load_model(settings.target, device, dtype, invariant=False)  # many rows at a time: the fastest kernels
     words = " ".join(["polydraft", *sys.argv[1:]])
+    begun: Acceptance | None = None
     acceptance: tuple[Acceptance, ...] = ()
     with PhaseProgress() as progress:
         needs = None if resume else needs_of(settings, target, partial(progress, "estimating"))
 
         def observer(report: "Report") -> None:
-            nonlocal acceptance, needs
+            nonlocal acceptance, begun, needs
             if needs is not None:
                 click.echo(f"this will take {needs}", err=True)
                 needs = None
             acceptance = report.acceptance or acceptance
+            if report.phase == "training" and report.done == 0:
+                begun = report.acceptance[0]
             progress(report.phase, report.done, report.total, _note(report))
 
         folder = train(settings, target, out, resume=resume, command=words, observer=observer)
     click.echo(f"draft written to {folder}")
+    if settings.start is not None and begun is not None:
+        click.echo(f"held out, before and after: {begun}; {acceptance[0]}")
     click.echo(forecast_of(str(folder), target, acceptance, size.tree if isinstance(size, HeadSize) else HeadSize().tree))
     click.echo(f'use it with: polydraft generate "Why is the sky blue?" --target {settings.target} --draft {folder}')
 

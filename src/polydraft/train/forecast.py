@@ -16,6 +16,7 @@ from polydraft.models.loading import Loaded, load_draft
 from polydraft.train.corpus import Corpus, check_length, side_by_side
 from polydraft.train.pupils import Acceptance
 from polydraft.train.settings import TrainSettings
+from polydraft.train.start import load_start
 from polydraft.train.training import make_optimizers, make_pupil, take_step
 from polydraft.train.writer import Texts, Writer, chat_form, enough_memory
 from polydraft.trees import parse_tree
@@ -48,6 +49,7 @@ class Needs:
 def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, int], None] = lambda done, total: None) -> Needs:
     """Try a little of everything, and estimate all of it; `advance` is called with the trials done, and their number."""
     check_length(settings.length, target)
+    start = load_start(settings, target)
     trials = 2 if settings.texts else 5
     done, device, taps = 0, target.model.device, target.model.taps
 
@@ -76,7 +78,7 @@ def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, in
     tokens_NL = torch.randint(target.model.vocab_size, (rows + 1, settings.length), generator=torch.Generator().manual_seed(0))
     corpus = Corpus((Texts(tokens_NL.int(), torch.ones(tokens_NL.shape, dtype=torch.bool)),), "chance")
     tried = replace(settings, batch_size=rows)
-    pupil = make_pupil(tried, target, corpus)
+    pupil = make_pupil(tried, target, corpus, start)
     parameters = list(pupil.module.parameters())
     optimizers = make_optimizers(tried, parameters)
     _, step = (seconds(lambda: take_step(tried, pupil, corpus, 0, optimizers, parameters)) for _ in range(2))

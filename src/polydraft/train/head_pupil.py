@@ -1,52 +1,63 @@
 """A feature head in training: its shape, the weights it starts from, and its passes over texts at all depths of drafting."""
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn import functional
 
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, HeadShape
 from polydraft.models.heads.feature_head import TapNorm
-from polydraft.models.heads.head_folder import checked_shape, new_head, save_head, tokenizer_fingerprint
+from polydraft.models.heads.head_export import export_speculators
+from polydraft.models.heads.head_folder import new_head, save_head, tokenizer_fingerprint
 from polydraft.models.loading import Loaded
 from polydraft.sampling import PartialVocabulary
 from polydraft.train.pupils import Lesson, Pupil, Teacher, follows
-from polydraft.train.settings import LENGTHS, HeadSize, TrainSettings
+from polydraft.train.settings import HeadSize, TrainSettings
 from polydraft.train.writer import Texts
 
 
 class HeadPupil(Pupil):
-    """A feature head in training, on its own outputs (EAGLE-3 §3.2: training-time test)."""
+    """A feature head in training, on its own outputs (EAGLE-3 §3.2: training-time test).
 
-    def __init__(self, settings: TrainSettings, target: Loaded, vocabulary: PartialVocabulary | None) -> None:
+    An EAGLE-3 head to start from keeps its form, its tables and the tokens that it drafts. Of one of ours, a head of the form
+    that is asked for takes over what it can use.
+    """
+
+    def __init__(
+        self, settings: TrainSettings, target: Loaded, vocabulary: PartialVocabulary | None, start: FeatureHead | None
+    ) -> None:
         assert isinstance(settings.size, HeadSize)
-        self.depths, self._tokenizer = settings.size.rollouts, target.tokenizer
-        longest = settings.length * (LENGTHS[-1] if settings.prompts else 1)
-        shape = shape_for(settings.size, longest, target)
-        target.model.tap(shape.taps)
-        with torch.random.fork_rng():
-            torch.manual_seed(settings.seed)
-            self.head = new_head(shape, target.model, vocabulary, "feature head")
+        self.depths, self._tokenizer, self._target_name = settings.size.rollouts, target.tokenizer, settings.target
+        self._start = start if start is None or start.shape.joins else None
+        if start is not None and self._start is None:
+            self.head, vocabulary = start.requires_grad_(True), start.vocabulary
+            self.head.int8 = False
+        else:
+            shape = shape_for(settings.size, settings.longest, target)
+            with torch.random.fork_rng():
+                torch.manual_seed(settings.seed)
+                self.head = new_head(shape, target.model, vocabulary, "feature head")
+        target.model.tap(self.head.shape.taps)
         self.head.float().to(target.model.device)
-        self._start = settings.size.start
         self.module: FeatureHead = self.head
         self.teacher = Teacher(target.model, vocabulary)
 
     @torch.no_grad()
     def prime(self, texts: Texts) -> None:
         """Scale outputs like the target's hidden states, channel by channel, as its output head expects."""
+        if not self.head.shape.joins:  # an EAGLE-3 head has learned its scales
+            return
         tokens_BL = texts.tokens_NL[:4].to(self.head.device).long()
         hidden_BLH = self.teacher.features(tokens_BL)[:, 1:, : self.head.shape.hidden_size].float()
         self.head.output_norm.weight.copy_(hidden_BLH.square().mean((0, 1)).sqrt())
         if self._start is not None:
             features_BLF = self.teacher.features(tokens_BL)[:, 1:].float()
-            take_over(self.head, self._start, features_BLF, self._tokenizer)
+            take_over(self.head, self._start, features_BLF)
 
     def study(self, texts: Texts, depths: int) -> Lesson:
         """Run the head along the texts; entry i (features i, token i + 1) answers for the distribution after token i + 1.
@@ -86,8 +97,12 @@ class HeadPupil(Pupil):
         return self.head.head(outputs_RH)
 
     def export(self, folder: Path, details: dict[str, Any]) -> None:
-        """Write the head."""
-        save_head(self.head, folder, tokenizer_fingerprint(self._tokenizer), details)
+        """Write the head: in our format, or, if it is an EAGLE-3 head, in that of speculators."""
+        if self.head.shape.joins:
+            return save_head(self.head, folder, tokenizer_fingerprint(self._tokenizer), details)
+        export_speculators(copy.deepcopy(self.head).bfloat16(), self.teacher.target, self._target_name, folder)
+        file = folder / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), **details}, indent=1) + "\n")
 
 
 def _attended(query_BHLC: Tensor, keys: list[Tensor], values: list[Tensor], window: int) -> Tensor:
@@ -152,21 +167,13 @@ def shape_for(wanted: HeadSize, window: int, target: Loaded) -> HeadShape:
 
 
 @torch.no_grad()
-def take_over(head: FeatureHead, folder: Path, features_BLF: Tensor, tokenizer: Any) -> None:
+def take_over(head: FeatureHead, start: FeatureHead, features_BLF: Tensor) -> None:
     """Copy the weights of another head for the same target; taps and MLP units that it lacks start without effect.
 
     Features that it read unnormalised are normalised now, with weights that keep their typical length.
     """
-    try:
-        config = json.loads((folder / "config.json").read_text())
-        shape, weights = checked_shape(config), load_file(folder / "model.safetensors")
-    except (OSError, ValueError, SafetensorError) as error:
-        raise UsageError(
-            f"--start {folder} holds no usable head ({error}); allowed: one made by polydraft train head"
-        ) from None
-    if config.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer) or shape.hidden_size != head.shape.hidden_size:
-        raise UsageError(f"--start {folder} is a head for another target; use one for this target")
-    own, size = head.state_dict(), shape.hidden_size
+    shape, own, size = start.shape, head.state_dict(), start.shape.hidden_size
+    weights = {name: weight.cpu() for name, weight in start.state_dict().items()}
     inputs, known = [0, *head.shape.taps], [0, *shape.taps]  # the last hidden states come first
     parts = weights.pop("fuse.weight", torch.eye(size)).float().chunk(len(known), dim=1)
     wide = [parts[known.index(tap)] if tap in known else torch.zeros(size, size) for tap in inputs]
@@ -182,7 +189,7 @@ def take_over(head: FeatureHead, folder: Path, features_BLF: Tensor, tokenizer: 
         _widen(weights, own)
     if odd := [name for name, weight in weights.items() if name not in own or own[name].shape != weight.shape]:
         raise UsageError(
-            f"--start {folder} has another shape ({odd[0]} differs); use its --mlp or a larger one, and taps if it has any"
+            f"--start {start.name} has another shape ({odd[0]} differs); use its --mlp or a larger one, and taps if it has any"
         )
     head.load_state_dict({**own, **weights})
 

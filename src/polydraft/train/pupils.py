@@ -14,6 +14,7 @@ from polydraft.models.attention import steady_attention
 from polydraft.models.heads.head_folder import save_vocabulary
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import Loaded
+from polydraft.models.output_head import stands_alone
 from polydraft.sampling import PartialVocabulary
 from polydraft.train.settings import DraftSize, TrainSettings
 from polydraft.train.writer import Texts
@@ -24,6 +25,8 @@ _CHUNK_BYTES = 2**29
 """Most bytes of logits over the whole vocabulary at a time."""
 _CHUNK_ROWS, _CANDIDATES = 256, 4
 """Positions whose acceptance is measured at a time, and the candidates drawn at each."""
+_LAYERS, _WIDTH = 3, 256
+"""Sizes of a new draft, unless others are asked for."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -173,41 +176,18 @@ class Pupil(ABC):
 
 
 class DraftPupil(Pupil):
-    """A small causal language model in training, with the target's tokenizer.
+    """A small causal language model in training, with the target's tokenizer: a new one, or one to fine-tune (MCSD §5)."""
 
-    Its attention is a sliding window as long as the training texts, so that longer texts bring it nothing unfamiliar.
-    """
-
-    def __init__(self, settings: TrainSettings, target: Loaded, vocabulary: PartialVocabulary | None) -> None:
-        from transformers import MistralConfig, MistralForCausalLM
-
-        assert isinstance(settings.size, DraftSize)
-        width, config = settings.size.width, target.model.config
-        head_size = next(size for size in (64, 32) if width % size == 0)
+    def __init__(
+        self, settings: TrainSettings, target: Loaded, vocabulary: PartialVocabulary | None, start: HFModel | None
+    ) -> None:
         self._tokenizer, self._vocabulary = target.tokenizer, vocabulary
-        with torch.random.fork_rng():
-            torch.manual_seed(settings.seed)
-            self.model: Any = MistralForCausalLM(
-                MistralConfig(
-                    vocab_size=target.model.vocab_size,
-                    hidden_size=width,
-                    num_hidden_layers=settings.size.layers,
-                    num_attention_heads=width // head_size,
-                    num_key_value_heads=width // head_size,
-                    head_dim=head_size,
-                    intermediate_size=3 * width,
-                    max_position_embeddings=int(getattr(config, "max_position_embeddings", 8192)),
-                    sliding_window=settings.length,
-                    tie_word_embeddings=True,
-                    bos_token_id=target.tokenizer.bos_token_id,
-                    eos_token_id=list(target.eos_token_ids) or None,
-                    pad_token_id=None,
-                    initializer_range=width**-0.5 / 2,
-                )
-            )
+        self.model: Any = new_draft(settings, target) if start is None else start.hf_model.float().requires_grad_(True)
         self.module = self.model.to(target.model.device)
-        _take_embeddings(self.model.get_input_embeddings().weight, target.model.hf_model.get_input_embeddings().weight)
         self.teacher = Teacher(target.model, vocabulary)
+        with torch.no_grad():
+            # Where logits are scaled or capped, outputs are logits of all tokens.
+            self._splits = stands_alone(self.model, target.model.device)
 
     def study(self, texts: Texts, depths: int) -> Lesson:
         """Run the draft along the texts."""
@@ -215,24 +195,68 @@ class DraftPupil(Pupil):
         tokens_BL, answer_BL = texts.tokens_NL.to(device).long(), texts.answer_NL.to(device)
         asked_BL = functional.pad(answer_BL[:, 1:], (0, 1))
         distributions = self.teacher.distributions(self.teacher.features(tokens_BL)[asked_BL])
-        hidden_BLH = self.model.base_model(input_ids=tokens_BL, use_cache=False).last_hidden_state[asked_BL]
-        return Lesson(distributions, follows(asked_BL), [(torch.arange(len(hidden_BLH), device=device), hidden_BLH)])
+        if self._splits:
+            outputs_RH = self.model.base_model(input_ids=tokens_BL, use_cache=False).last_hidden_state[asked_BL]
+        else:
+            outputs_RH = self.model(input_ids=tokens_BL, use_cache=False).logits[asked_BL]
+        return Lesson(distributions, follows(asked_BL), [(torch.arange(len(outputs_RH), device=device), outputs_RH)])
 
     def logits(self, outputs_RH: Tensor) -> Tensor:
         """Apply the draft's output head, or a part of it."""
-        table_VH = self.model.get_output_embeddings().weight
-        table_DH = table_VH if self._vocabulary is None else table_VH[self._vocabulary.tokens_D]
-        return functional.linear(outputs_RH, table_DH)
+        known_D = slice(None) if self._vocabulary is None else self._vocabulary.tokens_D
+        if not self._splits:
+            return outputs_RH[:, known_D]
+        table = self.model.get_output_embeddings()
+        bias_V = getattr(table, "bias", None)
+        return functional.linear(outputs_RH, table.weight[known_D], None if bias_V is None else bias_V[known_D])
 
     def export(self, folder: Path, details: dict[str, Any]) -> None:
-        """Write an ordinary Hugging Face folder, in bfloat16."""
+        """Write an ordinary Hugging Face folder, in bfloat16, of the architecture that the model has."""
+        from transformers import GenerationConfig
+
         model = copy.deepcopy(self.model).to(torch.bfloat16)
+        model.generation_config = GenerationConfig.from_model_config(model.config)  # how others sampled does not matter here
         for key, value in details.items():
             setattr(model.config, key, value)
         model.save_pretrained(folder)
         self._tokenizer.save_pretrained(folder)
         if self._vocabulary is not None:
             save_vocabulary(self._vocabulary, folder)
+
+
+def new_draft(settings: TrainSettings, target: Loaded) -> Any:
+    """Return an untrained model on the target's device.
+
+    Its attention is a sliding window as long as the training texts, so that longer texts bring it nothing unfamiliar.
+    """
+    from transformers import MistralConfig, MistralForCausalLM
+
+    assert isinstance(settings.size, DraftSize)
+    width, config = settings.size.width or _WIDTH, target.model.config
+    head_size = next(size for size in (64, 32) if width % size == 0)
+    with torch.random.fork_rng():
+        torch.manual_seed(settings.seed)
+        model: Any = MistralForCausalLM(
+            MistralConfig(
+                vocab_size=target.model.vocab_size,
+                hidden_size=width,
+                num_hidden_layers=settings.size.layers or _LAYERS,
+                num_attention_heads=width // head_size,
+                num_key_value_heads=width // head_size,
+                head_dim=head_size,
+                intermediate_size=3 * width,
+                max_position_embeddings=int(getattr(config, "max_position_embeddings", 8192)),
+                sliding_window=settings.length,
+                tie_word_embeddings=True,
+                bos_token_id=target.tokenizer.bos_token_id,
+                eos_token_id=list(target.eos_token_ids) or None,
+                pad_token_id=None,
+                initializer_range=width**-0.5 / 2,
+            )
+        )
+    model = model.to(target.model.device)
+    _take_embeddings(model.get_input_embeddings().weight, target.model.hf_model.get_input_embeddings().weight)
+    return model
 
 
 @torch.no_grad()

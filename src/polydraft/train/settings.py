@@ -16,15 +16,21 @@ LENGTHS = (1, 2)
 class DraftSize:
     """Sizes of a small language model."""
 
-    layers: int = 3
-    """Number of layers."""
-    width: int = 256
-    """Hidden size, a multiple of 32."""
+    layers: int | None = None
+    """Number of layers  [default: 3]."""
+    width: int | None = None
+    """Hidden size, a multiple of 32  [default: 256]."""
+
+    @property
+    def given(self) -> list[str]:
+        """Flags of the sizes that were asked for."""
+        return [flag for flag, size in (("--layers", self.layers), ("--width", self.width)) if size is not None]
 
     def check(self) -> None:
         """Refuse sizes that are out of range."""
-        _check_positive(self, "layers")
-        if self.width < 32 or self.width % 32:
+        if self.layers is not None:
+            _check_positive(self, "layers")
+        if self.width is not None and (self.width < 32 or self.width % 32):
             raise UsageError(f"--width {self.width} is out of range; allowed: multiples of 32")
 
 
@@ -38,17 +44,18 @@ class HeadSize:
     """Layers of the target that it reads besides the last; None for the second, the third but last, and three between."""
     rollouts: int = 5
     """Number of depths to train; all but the first see the head's own outputs."""
-    start: Path | None = None
-    """Folder of a head for the same target to start from; it keeps what it learned from layers that are still read."""
     tree: str = "4x2x2x1x1"
     """Tree (candidates per node at each depth) that the last part of training optimizes for; only with the losses tv and lk."""
+
+    @property
+    def given(self) -> list[str]:
+        """Flags of the sizes that were asked for."""
+        return [flag for flag, is_given in (("--mlp", self.mlp_size > 0), ("--taps", self.taps is not None)) if is_given]
 
     def check(self) -> None:
         """Refuse sizes that are out of range."""
         _check_positive(self, "rollouts")
         check_tree(self.tree)
-        if self.start is not None and not (self.start / "config.json").is_file():
-            raise UsageError(f"--start {self.start} is not a folder with a head; give one made by: polydraft train head")
         if self.mlp_size < 0:
             raise UsageError(f"--mlp {self.mlp_size} is out of range; allowed: 0 (the target's) or more")
 
@@ -60,6 +67,8 @@ class TrainSettings:
     size: DraftSize | HeadSize
     target: str = "smollm2"
     """Model to draft for: smollm2 (bundled), a folder, or a hub name."""
+    start: str | None = None
+    """Fine-tune this draft instead of training a new one: a folder, a GGUF file or a hub name, of the same kind."""
     vocabulary: int = 24_576
     """Draft only the most frequent tokens, this many, which is faster; 0 for all."""
     prompts: str | None = None
@@ -108,6 +117,10 @@ class TrainSettings:
             raise UsageError(f"unknown loss {self.loss!r}; allowed: {', '.join(LOSSES)}")
         if self.vocabulary < 0:
             raise UsageError(f"--vocabulary {self.vocabulary} is out of range; allowed: 0 (all tokens) or more")
+        if self.start is not None:
+            from polydraft.train.start import check_start  # late: it loads torch
+
+            check_start(self.start, self)
         if self.prompts and self.texts:
             raise UsageError("--prompts and --text cannot be combined; choose one")
         for name in (*self.texts, *([self.prompts] if self.prompts else [])):
@@ -121,12 +134,14 @@ class TrainSettings:
         """``"draft"`` or ``"head"``."""
         return "draft" if isinstance(self.size, DraftSize) else "head"
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest texts."""
+        return self.length * (LENGTHS[-1] if self.prompts else 1)
+
     def as_dict(self) -> dict[str, Any]:
         """Return what must stay the same when a run is resumed, for the training folder and the card."""
-        fixed = {"kind": self.kind, **asdict(self)}
-        if isinstance(self.size, HeadSize) and self.size.start is not None:
-            fixed["size"]["start"] = str(self.size.start)
-        return fixed
+        return {"kind": self.kind, **asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)

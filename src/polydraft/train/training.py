@@ -15,7 +15,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from polydraft.errors import FailureError, UsageError
+from polydraft.models import FeatureHead
 from polydraft.models.heads.known import remember_draft
+from polydraft.models.hf import HFModel
 from polydraft.models.loading import Loaded
 from polydraft.output import check_empty, check_folder, check_same, partial_folder, read_settings, written_whole
 from polydraft.sampling import PartialVocabulary
@@ -24,6 +26,7 @@ from polydraft.train.head_pupil import HeadPupil
 from polydraft.train.objective import loss_of
 from polydraft.train.pupils import Acceptance, DraftPupil, Pupil, acceptance_of
 from polydraft.train.settings import DraftSize, HeadSize, TrainSettings
+from polydraft.train.start import load_start
 from polydraft.train.writer import enough_memory
 
 logger = logging.getLogger(__name__)
@@ -79,9 +82,10 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
         The folder, for ``polydraft.load(..., draft=folder)``.
     """
     settings.check()
+    start = load_start(settings, target)
     work = _open_folder(settings, out, resume)
     corpus = _corpus(settings, target, work, observer)
-    pupil = make_pupil(settings, target, corpus)
+    pupil = make_pupil(settings, target, corpus, start)
     pupil.prime(corpus.test())
     acceptance = _run(settings, pupil, corpus, work, observer)
     details = {"acceptance": [asdict(level) for level in acceptance], "steps": settings.steps, "trained_for": settings.target}
@@ -126,14 +130,21 @@ def _corpus(settings: TrainSettings, target: Loaded, work: Path, observer: Obser
     return corpus
 
 
-def make_pupil(settings: TrainSettings, target: Loaded, corpus: Corpus) -> Pupil:
-    """Return the untrained draft; the corpus decides which tokens it knows."""
-    vocabulary, size = None, target.model.vocab_size
+def make_pupil(settings: TrainSettings, target: Loaded, corpus: Corpus, start: HFModel | FeatureHead | None = None) -> Pupil:
+    """Return the draft before its first step, new or as it starts (`load_start`); the corpus decides which tokens it knows."""
+    size = target.model.vocab_size
+    rows = start.vocab_size if isinstance(start, HFModel) else size  # tables are padded differently
+    tokens_D = torch.arange(min(size, rows))
     if 0 < settings.vocabulary < size:
         tokens_D = corpus.frequent_tokens(settings.vocabulary, size, target.eos_token_ids)
-        vocabulary = PartialVocabulary(tokens_D.to(target.model.device), size)
-    kind = DraftPupil if isinstance(settings.size, DraftSize) else HeadPupil
-    return kind(settings, target, vocabulary)
+        tokens_D = tokens_D[tokens_D < rows]
+    whole = len(tokens_D) == size == rows
+    vocabulary = None if whole else PartialVocabulary(tokens_D.to(target.model.device), size)
+    if isinstance(settings.size, DraftSize):
+        assert not isinstance(start, FeatureHead)
+        return DraftPupil(settings, target, vocabulary, start)
+    assert not isinstance(start, HFModel)
+    return HeadPupil(settings, target, vocabulary, start)
 
 
 def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, observer: Observer) -> tuple[Acceptance, ...]:
@@ -304,7 +315,9 @@ def _write_card(
     """Write `README.md`: what the draft is, what it was trained on, how good it is, how to make it again."""
     parameters = sum(parameter.numel() for parameter in pupil.module.parameters())
     kind = "a small language model" if settings.kind == "draft" else "a feature head on the target's hidden states"
-    vocabulary = f"{settings.vocabulary} frequent tokens" if settings.vocabulary else "all of the target's tokens"
+    known = pupil.teacher.vocabulary
+    vocabulary = "all of the target's tokens" if known is None else f"{len(known.tokens_D)} frequent tokens"
+    started = [] if settings.start is None else [f"- Start: `{settings.start}`."]
     lengths = " and ".join(str(group.tokens_NL.shape[1]) for group in corpus.groups)
     rows = [
         f"| {depth} | {level.greedy_1:.3f} | {level.greedy_4:.3f} | {level.sampled_1:.3f} | {level.sampled_4:.3f} |"
@@ -326,6 +339,7 @@ def _write_card(
         "",
         "## Training",
         "",
+        *started,
         f"- Text: {corpus.source}; {corpus.num_tokens:,} tokens in texts of {lengths}.",
         f"- {settings.steps} steps of {settings.batch_size} texts, loss `{settings.loss}` on the target's full distribution, "
         f"learning rate {settings.learning_rate:g}, seed {settings.seed}.",

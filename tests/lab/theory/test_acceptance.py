@@ -135,3 +135,13 @@ def test_bad_input_is_refused_by_name() -> None:
         acceptance("top", distribution_RV * torch.nan, distribution_RV, 3)
     with pytest.raises(UsageError, match="negative"):
         naive_acceptance(torch.tensor([[1.5, -0.5]]), torch.tensor([[0.5, 0.5]]), 1, replacement=True)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 8])
+def test_naive_sampling_accepts_no_more_than_rejection_with_replacement(count: int) -> None:
+    """MCSD Appendix C, for the sum that it bounds and on the distributions that a language model has."""
+    for target_CV, draft_CV in (tiny(5, 4, cases=300), language_like(40, 500)):
+        naive_C = naive_acceptance(target_CV, draft_CV, count, replacement=True)
+        rejection_C = acceptance("rrs-wr", target_CV, draft_CV, count).value_R
+        assert torch.all(naive_C <= rejection_C + 1e-12)
+        assert torch.any(naive_C < rejection_C - 0.05)

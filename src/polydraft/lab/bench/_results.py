@@ -96,6 +96,7 @@ def _method(
         "peak_memory_bytes": max(peaks) if peaks else None,
         "joules_per_token": sum(joules) / tokens if joules and tokens else None,
         "log_likelihood_per_token": _likelihood(good),
+        "exact_match": _exact_match(good),
         "identical": _count(found, "identical"),
         "near_tie_differences": _count(found, "near-tie"),
         "differences": _count(found, "different"),
@@ -119,6 +120,12 @@ def _likelihood(good: list[Measurement]) -> float | None:
     """Return the target's mean log-likelihood of the texts, per token."""
     known = [(one.log_likelihood, len(one.token_ids)) for one in good if one.log_likelihood is not None]
     return sum(value for value, _ in known) / sum(count for _, count in known) if known else None
+
+
+def _exact_match(good: list[Measurement]) -> float | None:
+    """Return the share of right texts, of those whose prompts have answers."""
+    known = [one.exact_match for one in good if one.exact_match is not None]
+    return sum(known) / len(known) if known else None
 
 
 def _count(found: list[str] | None, kind: str) -> int | None:

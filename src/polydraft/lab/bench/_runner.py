@@ -12,6 +12,7 @@ import torch
 from polydraft.devices import captures
 from polydraft.engine import Stats
 from polydraft.errors import FailureError, PolydraftError
+from polydraft.lab.bench.exact_match import is_exact_match
 from polydraft.lab.bench.meters import EnergyMeter, MemoryMeter, synchronised_clock
 from polydraft.lab.bench.method import Method, Token
 from polydraft.output import cannot_write, check_folder, check_same, read_settings, written_whole
@@ -44,6 +45,8 @@ class Measurement:
     error: str | None = None
     log_likelihood: float | None = None
     """The target's log-probability of the text, where it was asked for."""
+    exact_match: bool | None = None
+    """Whether the text is the prompt's answer, where it has one."""
 
     @property
     def key(self) -> tuple[str, str, int]:
@@ -124,11 +127,12 @@ class Runner:
         batch: int = 1,
         alone: bool = True,
         likelihood: Callable[[list[int], list[int]], float] | None = None,
+        decode: Callable[[list[int]], str] | None = None,
     ) -> None:
         self.methods, self.prompts, self.repeat, self.seed = list(methods), list(prompts), repeat, seed
         self._batch = batch
         self._device = device
-        self._likelihood = likelihood
+        self._likelihood, self._decode = likelihood, decode
         self._memory = MemoryMeter(device)
         # The counters are the machine's: beside other shards they would count the others' work too.
         self._energy = EnergyMeter(device) if alone else None
@@ -273,6 +277,9 @@ class Runner:
         token_ids = [token.token_id for token in tokens]
         passes = [token.target_pass for token in tokens if token.target_pass is not None]
         scored = self._likelihood is not None and bool(tokens) and error is None
+        exact_match = None
+        if self._decode is not None and prompt.answers and error is None:
+            exact_match = is_exact_match(self._decode(token_ids), prompt.answers)
         return Measurement(
             method=method.name,
             prompt=prompt.id,
@@ -282,6 +289,7 @@ class Runner:
             passes=passes if tokens and len(passes) == len(tokens) else None,
             error=error,
             log_likelihood=self._likelihood(prompt_ids, token_ids) if scored and self._likelihood is not None else None,
+            exact_match=exact_match,
             **figures,
         )
 

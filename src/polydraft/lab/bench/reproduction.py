@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,10 @@ from polydraft.options import AUTO
 from polydraft.output import check_folder, read_settings, write_text
 from polydraft.papers.decision import SHIPPED_DECISIONS
 
+logger = logging.getLogger(__name__)
+
 _ROWS = "analysis.json"
+_MODELS = {"target", "draft"}
 RunBench = Callable[[BenchSession, Path], dict[str, Any]]
 """Makes a benchmark in a folder and returns its results; shows progress as it likes."""
 
@@ -51,6 +55,8 @@ class Reproduction:
         self.name, self.paper, self.size = name, PAPERS.get(name), SIZES[size]
         self._options, self._given = dict(options), set(given)
         self._models = models
+        self._missed: set[str] = set()
+        """Files that runs need and that are not there, as far as it was said."""
         self._on_gpu = captures(resolve_device(options["device"]))
         for run in self.paper.runs:
             self._source(run)
@@ -68,7 +74,7 @@ class Reproduction:
         found: dict[str, dict[str, Any]] = {}
         kept = Results()
         for run in self.paper.runs:
-            if untimed and run.timed:
+            if (untimed and run.timed) or self._is_left_out(run):
                 continue
             if isinstance(run, Run):
                 options, place = self.bench_options(run), out / run.name
@@ -79,6 +85,18 @@ class Reproduction:
                 kept[run.name] = rows
         write_tables(self.name, kept, out)
         return found
+
+    def _is_left_out(self, run: Run | DistributionRun) -> bool:
+        """Whether a run has models of its own, and they are not there, or the user has named others."""
+        if not isinstance(run, Run) or not _MODELS & run.settings.keys():
+            return False
+        if _MODELS & self._given:
+            return True
+        missing = [place for place in run.needs if not Path(place).exists()]
+        if missing and missing[0] not in self._missed:
+            logger.warning("leaving out %s and others like it: there is no %s", run.name, missing[0])
+            self._missed.add(missing[0])
+        return bool(missing)
 
     def bench_options(self, run: Run) -> BenchOptions:
         """Return the options of one benchmark."""

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,7 @@ class BenchSession:
             batch=options.batch,
             alone=options.shard is None,
             likelihood=self._likelihood if options.log_likelihood else None,
+            decode=partial(self.loaded.tokenizer.decode, skip_special_tokens=True),
         )
         self.draft_name = draft_name
 

@@ -240,12 +240,16 @@ def results_table(results: dict[str, Any]) -> Table:
     sources = {name: _shares(figures) for name, figures in results["methods"].items()}
     if any(sources.values()):
         table.add_column("drafted by", overflow="fold")
+    graded = any(figures.get("exact_match") is not None for figures in results["methods"].values())
+    if graded:
+        table.add_column("exact match", justify="right")
     for name, figures in results["methods"].items():
         low, high = figures["speedup_low"], figures["speedup_high"]
         speed_up = _number(figures["speedup"]) + ("" if low is None else f" ({low:.2f}-{high:.2f})")
         cells = [_number(figures[key]) for key in ("tokens_per_second", "tokens_per_pass", "acceptance_rate")]
         status = _identity(figures) if figures["status"] == "ok" else "failed"
         told = [sources[name]] if any(sources.values()) else []
+        told += [_number(figures.get("exact_match"))] if graded else []
         table.add_row(name, cells[0], speed_up, *cells[1:], status, *told)
     return table
 

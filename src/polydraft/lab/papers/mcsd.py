@@ -1,6 +1,7 @@
-"""*Multi-Candidate Speculative Decoding*: Tables 1 to 7, Figures 3 to 5."""
+"""*Multi-Candidate Speculative Decoding*: Tables 2 and 4, Figures 3 to 5; `mcsd_pairs` has Tables 1, 3 and 5 to 7."""
 
 from polydraft.lab.charts import Drawing, curves, grouped_columns
+from polydraft.lab.papers.mcsd_pairs import CHAIN, RUNS, TREE, pair_claims, pairs_table
 from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)
@@ -17,25 +18,32 @@ def _run(prompts: str, temperature: float) -> str:
     return f"{prompts}-t{temperature:g}"
 
 
-_CHAINS = ("sd:2,scheme=speculative,walk=node", "sd:5,scheme=speculative,walk=node")
-_TREES = (_tree("4x2x2x1x1"), _tree("8x2x1x1"), _tree("16x1x1"))
+_CHAINS = tuple(f"sd:{length},scheme=speculative,walk=node" for length in (1, 2, 3, 5, 7, 10))
+_TREES = tuple(map(_tree, ("4x2x2x1x1", "8x2x1x1", "16x1x1", "2x2x2x1x1", "4x2x2x1", "4x2x2", "8x2x1", "8x2x2")))
 # γ = 2 (Fig. 4): each budget K with its falling and its rising configuration.
 _BUDGETS = {8: ("4x2", "2x4"), 16: ("8x2", "4x4", "2x8"), 32: ("16x2", "8x4", "4x8", "2x16")}
-_BY_DEPTH = _TREES[0]
+assert CHAIN in _CHAINS and TREE in _TREES
 _ABLATION = {
     "MCSS without replacement, tree attention": _tree("8x2x1x1"),
     "MCSS with replacement, tree attention": _tree("8x2x1x1", "rrs-wr"),
     "MCNS, tree attention": _tree("8x2x1x1", "naive"),
     "SD, γ = 4": "sd:4,scheme=speculative,walk=node",
-    "MCSS without replacement, copied caches": _tree("8x2x1x1") + ",attention=flat",
 }
-_FLAT = _ABLATION["MCSS without replacement, copied caches"]
-_COUNTED = (*(_tree(width) for width in _WIDTHS), *_CHAINS, *_TREES)
+# Copied caches cannot be captured, so tree attention is timed without captures too.
+_EAGER, _FLAT = (f"{_tree('8x2x1x1')},{how}" for how in ("graphs=no", "attention=flat"))
+_UNCAPTURED = {
+    "MCSS without replacement, tree attention": _EAGER,
+    "MCSS without replacement, copied caches": _FLAT,
+}
+_COUNTED = (*(_tree(width) for width in _WIDTHS), _CHAINS[1], CHAIN, *_TREES[:3])
 _ONLY_ALPACA = (
+    *_CHAINS,
+    *_TREES,
     *(_tree(shape) for shapes in _BUDGETS.values() for shape in shapes),
-    *(method for method in _ABLATION.values() if method != _FLAT),
+    *_ABLATION.values(),
 )
-_TIMED = ("ar", _CHAINS[1], *_TREES[:2], *(_tree(shapes[0]) for shapes in _BUDGETS.values()))
+_SEARCHED = (*_TREES, *(_tree(shapes[0]) for shapes in _BUDGETS.values()))
+_TIMED = ("ar", *_CHAINS, *_SEARCHED)
 
 
 def _acceptance_by_width(results: Results) -> Comparison:
@@ -54,7 +62,7 @@ def _acceptance_by_width(results: Results) -> Comparison:
     rising = sum(values == sorted(values) for values in measured)
     return Comparison(
         key="acceptance",
-        title="Tables 1 and 7, Figures 3 and 5: acceptance rate α with k candidates",
+        title="Figures 3 and 5: acceptance rate α with k candidates",
         runs=tuple(_run(prompts, temperature) for prompts in _SETS for temperature in _TEMPERATURES),
         columns=["set", "T", *(f"k={width}" for width in _WIDTHS)],
         ours=rows,
@@ -74,7 +82,7 @@ def _acceptance_by_width(results: Results) -> Comparison:
 
 def _by_depth(results: Results) -> Comparison:
     cells = {
-        (name, temperature): results.figures(_run(prompts, temperature), _BY_DEPTH).get("acceptance_by_depth", [])
+        (name, temperature): results.figures(_run(prompts, temperature), TREE).get("acceptance_by_depth", [])
         for prompts, name in _SETS.items()
         for temperature in _TEMPERATURES
     }
@@ -95,17 +103,33 @@ def _by_depth(results: Results) -> Comparison:
     )
 
 
+def _best(results: Results, temperature: float, methods: tuple[str, ...], least: int = 1) -> tuple[str, float | None]:
+    """Return the fastest of some methods, which is what the paper's search reports, with its speed-up.
+
+    Of fewer than `least` that were timed, none is the fastest.
+    """
+    found = {method: results.get_figure(f"speed-t{temperature:g}", method, "speedup") for method in methods}
+    known = {method: value for method, value in found.items() if value is not None}
+    if len(known) < least:
+        return "", None
+    best = max(known, key=lambda method: known[method])
+    return best, known[best]
+
+
 def _speed(results: Results) -> Comparison:
-    rows = []
+    rows, said = [], []
     for temperature in _TEMPERATURES:
-        for name in ("ar", *_CHAINS, *_TREES):
-            timed = f"speed-t{temperature:g}"
+        best = [_best(results, temperature, methods, least=2) for methods in (_CHAINS, _SEARCHED)]
+        if None not in (best[0][1], best[1][1]):
+            said.append(f"at T={temperature:g} {' and '.join(f'`{name}` ({text_of(value)}×)' for name, value in best)}")
+        for name in ("ar", *_CHAINS, *_SEARCHED):
             efficiency = [results.text(_run(prompts, temperature), name, "tokens_per_pass") for prompts in _SETS]
-            speed = results.text(timed, name, "speedup", "×")
+            speed = results.text(f"speed-t{temperature:g}", name, "speedup", "×")
+            speed = f"**{speed}**" if name in (best[0][0], best[1][0]) else speed
             rows.append([f"`{name}`", f"{temperature:g}", *(efficiency if name != "ar" else ["1", "1"]), speed])
     return Comparison(
         key="speed",
-        title="Tables 2, 3, 5 and 6: block efficiency τ and speed-up",
+        title="Table 2: block efficiency τ and speed-up, and the search for γ and k",
         runs=(*(_run(prompts, temperature) for prompts in _SETS for temperature in _TEMPERATURES), "speed-t0", "speed-t1"),
         columns=["method", "T", "τ, Alpaca", "τ, WMT", "speed-up, MT-bench"],
         ours=rows,
@@ -121,7 +145,8 @@ def _speed(results: Results) -> Comparison:
             ["WMT", "SD", "1", "1.43×", "1.69", "1.14×", "1.31"],
             ["WMT", "MCSD (8x2x1 / 16x2)", "1", "1.72×", "2.08", "1.42×", "1.70"],
         ],
-        remark="Tables 3, 5 and 6 are the same with a larger draft (LLaMA-160M) and 13B targets. We have one pair.",
+        remark="The paper searches for the best γ and the best configuration, k ∈ {1, 2, 4, 8, 16, 32} and K ≤ 32."
+        + (f" Of the chains and trees above, the fastest of each: {'; '.join(said)}." if said else ""),
     )
 
 
@@ -150,9 +175,19 @@ def _budgets(results: Results) -> Comparison:
             ["for the same budget, decreasing configurations (4x2) beat increasing ones (2x4)"],
             ["K = 32 has a higher τ than K = 16 but a lower speed-up"],
         ],
-        remark=f"Here the decreasing configuration reaches at least the τ of the increasing one in {kept} of {asked} pairs.",
+        remark=f"Here the decreasing configuration reaches at least the τ of the increasing one in {kept} of {asked} pairs."
+        + "".join(_larger_budget(results, temperature) for temperature in _TEMPERATURES),
         drawings=[_figure_4(results)],
     )
+
+
+def _larger_budget(results: Results, temperature: float) -> str:
+    """Say whether K = 32 is slower than K = 16."""
+    narrow, wide = (results.get_figure(f"speed-t{temperature:g}", _tree(shape), "speedup") for shape in ("8x2", "16x2"))
+    if narrow is None or wide is None:
+        return ""
+    word = "slower" if wide < narrow else "not slower"
+    return f" K = 32 is {word} than K = 16 at T={temperature:g}: {text_of(wide)}× (16x2) against {text_of(narrow)}× (8x2)."
 
 
 def _figure_4(results: Results) -> Drawing:
@@ -172,15 +207,17 @@ def _figure_4(results: Results) -> Drawing:
 
 def _ablation(results: Results) -> Comparison:
     rows = []
-    for name, method in _ABLATION.items():
-        counted = "speed-t1" if method == _FLAT else _run("alpaca", 1.0)
-        figures = [results.text(counted, method, "acceptance_rate"), results.text(counted, method, "tokens_per_pass")]
-        rows.append([name, *figures, results.text("speed-t1", method, "speedup", "×")])
+    for captured, methods in ((True, _ABLATION), (False, _UNCAPTURED)):
+        for name, method in methods.items():
+            counted = _run("alpaca", 1.0) if captured else "speed-t1"
+            figures = [results.text(counted, method, key) for key in ("acceptance_rate", "tokens_per_pass")]
+            speed = results.text("speed-t1", method, "speedup", "×")
+            rows.append([name, "captured" if captured else "eager", *figures, speed])
     return Comparison(
         key="ablation",
         title="Table 4: tree attention and verification algorithms, T=1",
         runs=("alpaca-t1", "speed-t1"),
-        columns=["algorithm, 8x2x1x1", "α", "τ", "speed-up"],
+        columns=["algorithm, 8x2x1x1", "rounds", "α", "τ", "speed-up"],
         ours=rows,
         published_note="Alpaca, T=1, target LLaMA-13B / Vicuna-13B, draft LLaMA-68M",
         published_columns=["algorithm", "LLaMA-13B", "τ", "Vicuna-13B", "τ"],
@@ -190,26 +227,54 @@ def _ablation(results: Results) -> Comparison:
             ["MCNS, tree attention", "1.21×", "1.52", "1.45×", "1.78"],
             ["MCSS without replacement, copied caches", "1.61×", "2.47", "1.36×", "1.99"],
         ],
-        remark="Copied caches are verified as the tree is; their row counts the few timed prompts only.",
+        remark="On a GPU rounds are captured as graphs, which rounds with copied caches cannot be: compare the two eager rows "
+        "with each other. Their speed-up is over captured plain decoding, and they count the timed prompts only.",
     )
 
 
 def _tables(results: Results) -> list[Comparison]:
     return [
-        _acceptance_by_width(results), _by_depth(results), _speed(results), _budgets(results), _ablation(results)
+        _acceptance_by_width(results), _by_depth(results), _speed(results), pairs_table(results), _budgets(results),
+        _ablation(results),
     ]  # fmt: skip
 
 
 def _orderings(results: Results) -> list[list[str]]:
+    def of(run: str, method: str, key: str = "tokens_per_pass") -> float | None:
+        return results.get_figure(run, method, key)
+
+    def alpha(prompts: str, temperature: float, width: int) -> float | None:
+        return of(_run(prompts, temperature), _tree(width), "acceptance_rate")
+
+    rows = []
+    for temperature in _TEMPERATURES:
+        widths = [(f"k={width}", alpha("alpaca", temperature, width)) for width in (32, 8, 2, 1)]
+        rows.append(ordering(f"α grows with k (Alpaca, T={temperature:g})", *widths))
+    sampling = [(f"T={temperature:g}", alpha("alpaca", temperature, 1)) for temperature in _TEMPERATURES]
+    rows.append(ordering("α is lower with sampling than with argmax (Alpaca, k=1)", *sampling))
+    sets = [(name, alpha(prompts, 0.0, 1)) for prompts, name in _SETS.items()]
+    rows.append(ordering("α is lower on WMT than on Alpaca (T=0, k=1)", *sets))
+    for temperature in _TEMPERATURES:
+        run = _run("alpaca", temperature)
+        tau = [("MCSD", of(run, TREE)), ("SD", of(run, CHAIN))]
+        rows.append(ordering(f"τ of MCSD above that of SD, γ = 5 (T={temperature:g})", *tau))
+        best = [_best(results, temperature, methods) for methods in (_SEARCHED, _CHAINS)]
+        speed = [(name.partition(",")[0], value) for name, value in best]
+        rows.append(ordering(f"MCSD outruns SD, the fastest of each (T={temperature:g})", *speed, digits=2))
     labels = ("without replacement", "with replacement", "naive")
-    rates = [results.get_figure("alpaca-t1", method, "tokens_per_pass") for method in list(_ABLATION.values())[:3]]
-    efficiency = [results.get_figure("alpaca-t1", _tree(shape), "tokens_per_pass") for shape in ("8x2", "2x8")]
-    speeds = [results.get_figure("speed-t1", method, "speedup") for method in (_tree("8x2x1x1"), _FLAT)]
-    return [
-        ordering("τ at T=1: MCSS without replacement, with, naive", *zip(labels, rates, strict=True)),
-        ordering("τ of falling and rising widths (T=1)", *zip(("8x2", "2x8"), efficiency, strict=True)),
-        ordering("speed-up: tree attention, copied caches (T=1)", *zip(("tree", "copied"), speeds, strict=True), digits=2),
-    ]
+    rates = [of("alpaca-t1", method) for method in list(_ABLATION.values())[:3]]
+    rows.append(ordering("τ at T=1: MCSS without replacement, with, naive", *zip(labels, rates, strict=True)))
+    for budget, shapes in _BUDGETS.items():
+        ends = [(shape, of("alpaca-t1", _tree(shape))) for shape in (shapes[0], shapes[-1])]
+        rows.append(ordering(f"τ of falling and rising widths, K={budget} (T=1)", *ends))
+    budgets = ("8x2", "16x2")
+    tau = [(shape, of("alpaca-t0", _tree(shape))) for shape in reversed(budgets)]
+    rows.append(ordering("K=32 has a higher τ than K=16 (T=0)", *tau))
+    speed = [(shape, of("speed-t0", _tree(shape), "speedup")) for shape in budgets]
+    rows.append(ordering("K=32 is slower than K=16 (T=0)", *speed, digits=2))
+    eager = [(label, of("speed-t1", method, "speedup")) for label, method in (("tree", _EAGER), ("copied", _FLAT))]
+    rows.append(ordering("speed-up: tree attention, copied caches (T=1, both eager)", *eager, digits=2))
+    return [*rows, *pair_claims(results)]
 
 
 MCSD = Paper(
@@ -228,16 +293,17 @@ MCSD = Paper(
             name="speed-t1",
             prompts="spec_bench",
             temperature=1.0,
-            methods=(*_TIMED[:4], *list(_ABLATION.values())[1:3], _FLAT),
+            methods=(*_TIMED, *list(_ABLATION.values())[1:], *_UNCAPTURED.values()),
             timed=True,
         ),
+        *RUNS,
     ),
     tables=_tables,
     orderings=_orderings,
     contest=tuple(
         (label, f"speed-t{temperature}", method)
         for temperature in (0, 1)
-        for label, method in (("plain decoding", "ar"), ("SD, γ = 5", _CHAINS[1]), ("MCSD", _TREES[0]))
+        for label, method in (("plain decoding", "ar"), ("SD, γ = 5", CHAIN), ("MCSD", TREE))
     ),
 )
 PAPERS.register("mcsd")(MCSD)

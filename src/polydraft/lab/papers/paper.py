@@ -25,6 +25,8 @@ class Run:
     """Whether speed counts: few texts, one at a time, on a GPU with a target of 7B's size. Otherwise acceptance is counted."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further options of the benchmark; those that the user gives take precedence."""
+    needs: tuple[str, ...] = ()
+    """Files and folders without which the run is left out."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -47,7 +47,7 @@ def export_speculators(head: FeatureHead, target: HFModel, verifier: str, folder
         If the head cannot be expressed.
     """
     shape = head.shape
-    if obstacle := _obstacle(head):
+    if obstacle := export_obstacle(head):
         raise UsageError(f"head {head.name!r} cannot be written for speculators: {obstacle}")
     tensors = {**_around(head, target.vocab_size), **(_joining(head) if shape.joins else {}), **_layer(head)}
     save_file(
@@ -59,7 +59,7 @@ def export_speculators(head: FeatureHead, target: HFModel, verifier: str, folder
     return [LAST_STATES.format(layer=target.num_layers)] if shape.reads_last else []
 
 
-def _obstacle(head: FeatureHead) -> str | None:
+def export_obstacle(head: FeatureHead) -> str | None:
     """Return why a head cannot be expressed, and what to do."""
     shape = head.shape
     if shape.rope_frequencies or shape.rope_gain != 1:

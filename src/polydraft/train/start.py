@@ -1,0 +1,93 @@
+"""The draft that training starts from (`--start`): what it may be, and whether it fits the target."""
+
+from pathlib import Path
+
+import torch
+
+from polydraft.errors import UsageError
+from polydraft.models import FeatureHead
+from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS
+from polydraft.models.families import scheme_of
+from polydraft.models.gguf import gguf_source
+from polydraft.models.heads.eagle3 import is_eagle3
+from polydraft.models.heads.head_export import export_obstacle
+from polydraft.models.heads.head_folder import is_head
+from polydraft.models.hf import HFModel
+from polydraft.models.loading import (
+    Loaded,
+    check_name,
+    check_same_tokens,
+    head_on_hub,
+    hub_options,
+    load_draft,
+    load_model,
+    name_obstacle,
+)
+from polydraft.train.settings import TrainSettings
+
+_MODELS = "a language model with the target's tokenizer, in a folder, a GGUF file or on a hub"
+_HEADS = "one made by polydraft train head, or an EAGLE-3 head"
+
+
+def check_start(name: str, settings: TrainSettings) -> None:
+    """Refuse a draft of another kind than the one to be trained, or one that is not there, before the target is loaded.
+
+    Raises
+    ------
+    UsageError
+        Also if sizes are asked for that such a draft has already.
+    """
+    folder = SHIPPED_DRAFTS.get(name) or head_on_hub(name) or Path(name)
+    ours, foreign = is_head(folder), is_eagle3(folder)
+    if settings.kind == "head" and not (ours or foreign):
+        raise UsageError(f"--start {name} is not a folder with a head; allowed: {_HEADS}")
+    if settings.kind == "draft":
+        if ours or foreign:
+            raise UsageError(f"--start {name} is a feature head, which polydraft train head continues; allowed: {_MODELS}")
+        _check_model(name)
+    if settings.size.given and not ours:  # a head of ours can be made wider
+        raise UsageError(f"{settings.size.given[0]} does not go with --start {name}, which has its own sizes; leave it out")
+
+
+def _check_model(name: str) -> None:
+    from transformers import AutoConfig
+
+    if name == BUNDLED or gguf_source(name) is not None:
+        return
+    check_name("--start", name, _MODELS)
+    try:
+        scheme = scheme_of(AutoConfig.from_pretrained(name, **hub_options(name)))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"cannot load --start {name!r}: {name_obstacle(name, error)}; allowed: {_MODELS}") from None
+    if scheme is not None:
+        raise UsageError(f"--start {name} has weights quantised by {scheme}, which cannot be trained; use the original weights")
+
+
+def load_start(settings: TrainSettings, target: Loaded) -> HFModel | FeatureHead | None:
+    """Load the draft that training starts from: None for a new one.
+
+    Raises
+    ------
+    UsageError
+        If it has another tokenizer or is for another target, or if training could not use it or write it.
+    """
+    name = settings.start
+    if name is None:
+        return None
+    if settings.kind == "head":
+        taps = target.model.taps
+        head = load_draft(name, target)
+        target.model.tap(taps)  # the target may write texts first
+        assert isinstance(head, FeatureHead)
+        if not head.shape.joins and (obstacle := export_obstacle(head)):
+            raise UsageError(f"--start {name} could not be written after training: {obstacle}")
+        return head
+    draft = load_model(name, target.model.device, torch.float32, native=False, invariant=False)
+    check_same_tokens(target, draft)
+    limit = draft.model.max_positions
+    if limit is not None and settings.longest > limit:
+        raise UsageError(
+            f"--start {name} reads texts of up to {limit} tokens, but training texts have {settings.longest}; use a smaller "
+            f"--length, such as {limit * settings.length // settings.longest}"
+        )
+    return draft.model
