@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from polydraft.engine.stats import PHASES
 from polydraft.errors import UsageError
@@ -15,6 +16,8 @@ from polydraft.lab.bench.report.values import speedup, speedup_verdict
 from polydraft.lab.bench.session import BenchOptions, BenchSession
 from polydraft.lab.papers import PAPERS, Paper, Run
 from polydraft.models.inflated import SHAPES, BigShape
+from polydraft.models.loading import load_draft, load_model
+from polydraft.papers.decision import DecisionKind, DecisionModel, DecisionShape, save_decision
 
 TEXTS = ["hello", "a tree", "why", "so"]
 PROMPTS = [{"id": f"p{number}", "category": "ab"[number % 2], "prompt": text} for number, text in enumerate(TEXTS)]
@@ -299,6 +302,27 @@ def test_every_figure_has_an_interval_over_prompts() -> None:
     assert first["share_low"] < first["share"] < first["share_high"]
     few = summarise(map(counted, range(5)), ["x"], None)["x"]
     assert few["tokens_per_pass"] == 2 and few["tokens_per_pass_low"] is None and few["acceptance_by_depth_low"] == [None, None]
+
+
+def test_improved_mcsd_runs_whole_with_both_decision_models(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
+    target = load_model(tiny, torch.device("cpu"), torch.float32)
+    draft = load_draft("early-exit:2", target)
+    features, folders = target.model.hf_model.config.hidden_size, {}
+    for kind, inputs in ((DecisionKind.HIDDEN, features), (DecisionKind.DISTRIBUTION, 4)):
+        folders[kind] = tmp_path / kind
+        folders[kind].mkdir()
+        decision = DecisionModel(DecisionShape(kind=kind, inputs=inputs, width=4))
+        torch.nn.init.constant_(decision.mlp[-1].bias, -50.0)  # stops wherever it is asked
+        save_decision(decision, draft, folders[kind], {})
+    names = ["target-init:3x3", *(f"target-init:3x3,decision={folder}" for folder in folders.values())]
+    code, _, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", f"ar {' '.join(names)}", "--batch", "4")
+    assert code == 0, err
+    methods = json.loads((tmp_path / "out" / "results.json").read_text())["methods"]
+    without, *stopped = (methods[name] for name in names)
+    assert without["accepted_per_pass"] <= 3 and all(one["accepted_per_pass"] <= 1 for one in stopped), "of one drafted level"
+    assert without["accepted_per_pass"] > max(one["accepted_per_pass"] for one in stopped)
+    code, _, err = bench(invoke, tiny, prompt_file, tmp_path / "no", "--methods", "ar target-init:3x3,scheme=greedy")
+    assert code == 2 and "has no option 'scheme'; allowed: decision, stop_below" in err
 
 
 def test_a_method_can_be_measured_again_as_another_arm(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:

@@ -102,7 +102,8 @@ class Reproduction:
     def _methods(self, run: Run) -> tuple[str, ...]:
         """Return the methods of a run, without those that need a decision model that does not ship with the draft."""
         draft = default_draft(self._options["target"]) if self._options["draft"] == AUTO else self._options["draft"]
-        wanted = {one: MethodSpec.parse(one).options.get("decision") for one in run.arms}
+        left_out = set() if self.size.whole else {*run.more} - {*run.methods}
+        wanted = {one: MethodSpec.parse(one).options.get("decision") for one in run.arms if one not in left_out}
         return tuple(one for one, kind in wanted.items() if kind is None or shipped_decision(draft, kind) is not None)
 
     def _source(self, run: Run | DistributionRun) -> str:

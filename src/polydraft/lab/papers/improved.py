@@ -10,6 +10,7 @@ from polydraft.lab.theory import improvement_factor
 _DEPTH, _WIDTH, _FIGURE_3_WIDTH = 5, 16, 6
 _WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 21, 24)
 _TIMED_WIDTHS = (1, 2, 4, 8, 10, 16, 21, 24)
+_SMOKE_WIDTHS = (1, 24)
 _TEMPERATURES = (0.0, 1.0)
 _SETS = {"alpaca": "Alpaca", "spec_bench": "spec_bench"}
 _EAGER = ",graphs=no"
@@ -54,12 +55,16 @@ _KINDS: dict[str, Callable[[int], str]] = {
     "fork, lossless *": _fork,
 }
 _TIMED_KINDS = {**_KINDS, "fork, lossless *": _eager_fork}
-_BY_WIDTH = tuple(kind(width) for width in sorted({*_WIDTHS, _FIGURE_3_WIDTH}) for kind in _KINDS.values())
-_COUNTED = {"alpaca": tuple(_TABLE.values()), "spec_bench": tuple(dict.fromkeys((*_TABLE.values(), *_BY_WIDTH)))}
+_FIGURE_3 = {"target-initialised, lossy": _lossy(_FIGURE_3_WIDTH), "fork, lossless": _fork(_FIGURE_3_WIDTH)}
+
+
+def _by_widths(kinds: dict[str, Callable[[int], str]], widths: Sequence[int]) -> tuple[str, ...]:
+    return tuple(kind(width) for width in widths for kind in kinds.values())
+
+
 _EAGER_ARMS = tuple(name if name.startswith("target-init") else name + _EAGER for name in _TABLE.values())
 _CAPTURED_ARMS = (_SD, _MCSD, _fork(_WIDTH), _DYNAMIC)
 _SPEED = ("ar", "ar" + _EAGER, *_EAGER_ARMS, *_CAPTURED_ARMS)
-_SPEED_BY_WIDTH = tuple(kind(width) for width in _TIMED_WIDTHS for kind in _TIMED_KINDS.values())
 
 
 def _run(prompts: str, temperature: float) -> str:
@@ -155,12 +160,11 @@ def _predicted(results: Results, run: str, method: str) -> float | None:
 
 def _paths(results: Results) -> Comparison:
     """Figure 3: which path wins, and how far it goes."""
-    pair = {"target-initialised, lossy": _lossy(_FIGURE_3_WIDTH), "fork, lossless": _fork(_FIGURE_3_WIDTH)}
     rows, drawings = [], []
     paths = {"": [str(path) for path in range(_FIGURE_3_WIDTH)]}
     for temperature in _TEMPERATURES:
         panels: dict[str, dict[str, list[float | None]]] = {"share": {}, "accepted": {}}
-        for label, name in pair.items():
+        for label, name in _FIGURE_3.items():
             found = _branches(results, temperature, name)
             for key, series in panels.items():
                 series[label.split(",")[0]] = [one[key] for one in found]
@@ -311,15 +315,25 @@ IMPROVED = Paper(
     title="Improving Multi-candidate Speculative Decoding",
     runs=(
         *(
-            Run(name=_run(prompts, temperature), prompts=prompts, temperature=temperature, methods=_COUNTED[prompts])
-            for prompts in _SETS
+            Run(name=_run("alpaca", temperature), prompts="alpaca", temperature=temperature, methods=tuple(_TABLE.values()))
+            for temperature in _TEMPERATURES
+        ),
+        *(
+            Run(
+                name=_run("spec_bench", temperature),
+                prompts="spec_bench",
+                temperature=temperature,
+                methods=tuple(dict.fromkeys((*_TABLE.values(), *_FIGURE_3.values(), *_by_widths(_KINDS, _SMOKE_WIDTHS)))),
+                more=_by_widths(_KINDS, _WIDTHS),
+            )
             for temperature in _TEMPERATURES
         ),
         Run(
             name="speed-t0",
             prompts="spec_bench",
             temperature=0.0,
-            methods=tuple(dict.fromkeys((*_SPEED, *_SPEED_BY_WIDTH))),
+            methods=tuple(dict.fromkeys((*_SPEED, *_by_widths(_TIMED_KINDS, _SMOKE_WIDTHS)))),
+            more=_by_widths(_TIMED_KINDS, _TIMED_WIDTHS),
             timed=True,
         ),
         Run(name="speed-t1", prompts="spec_bench", temperature=1.0, methods=_SPEED, timed=True),

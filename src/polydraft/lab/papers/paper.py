@@ -26,6 +26,8 @@ class Run:
     """Which set, if `--prompts` is a folder of several."""
     temperature: float
     methods: tuple[str, ...]
+    more: tuple[str, ...] = ()
+    """Further methods, which a smoke run leaves out."""
     timed: bool = False
     """Whether speed counts: few texts, one at a time, on a GPU with a target of 7B's size. Otherwise acceptance is counted."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -34,7 +36,8 @@ class Run:
     @property
     def arms(self) -> tuple[str, ...]:
         """All methods that are measured; where speed counts, plain decoding once more."""
-        return (*self.methods, REPEATED) if self.timed and BASELINE in self.methods else self.methods
+        repeated = (REPEATED,) if self.timed and BASELINE in self.methods else ()
+        return (*dict.fromkeys((*self.methods, *self.more)), *repeated)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +67,12 @@ class Size:
     """Of one `DistributionRun`, for each temperature, as far as the answers are long enough."""
     answer_tokens: int
     """Most tokens of an answer there."""
+    whole: bool = True
+    """Whether to measure all methods of a run."""
 
 
 SIZES = {
-    "smoke": Size(prompts=2, tokens=4, batch=2, timed_prompts=1, timed_tokens=4, positions=4, answer_tokens=4),
+    "smoke": Size(prompts=2, tokens=4, batch=2, timed_prompts=1, timed_tokens=4, positions=4, answer_tokens=4, whole=False),
     "page": Size(prompts=240, tokens=48, batch=64, timed_prompts=30, timed_tokens=48, positions=5000, answer_tokens=256),
 }
 """`smoke` tries everything in a minute or a few; `page` is what the pages in docs/papers show."""
