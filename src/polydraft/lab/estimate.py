@@ -66,6 +66,15 @@ class Estimate(float):
         below, above = math.hypot(self - mine[0], others[1] - other), math.hypot(mine[1] - self, other - others[0])
         return Estimate(value, value - below, value + above)
 
+    def over(self, other: "Estimate") -> "Estimate":
+        """Return a ratio of positive figures, as if both were measured apart."""
+        mine, others = bounds(self), bounds(other)
+        if mine is None or others is None or min(*mine, *others) <= 0:
+            return Estimate(float(self) / float(other))
+        logs = [Estimate(*map(math.log, (one, *ends))) for one, ends in ((self, mine), (other, others))]
+        ratio = logs[0].minus(logs[1])
+        return Estimate(*map(math.exp, (ratio, *(bounds(ratio) or ()))))
+
 
 def bounds(value: float | None) -> tuple[float, float] | None:
     """Return the ends of a figure's interval; None where it has none."""
