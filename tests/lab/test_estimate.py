@@ -45,6 +45,7 @@ def test_an_estimate_is_a_number_with_an_interval() -> None:
     assert bounds(Estimate.of_mean(1.0, 0.5)) == pytest.approx((0.02, 1.98)) and bounds(Estimate.of_mean(1.0, None)) is None
     assert bounds(LOW.scaled(-2)) == pytest.approx((-2.2, -1.8))
     assert text_of(HIGH, "×") == "2.00× [1.80, 2.20]" and text_of(1.0) == text_of(Estimate.exactly(1.0)) == "1.00"
+    assert text_of(-0.001) == "0.00" and text_of(-0.1, digits=1) == "-0.1"
     difference = HIGH.minus(LOW)
     assert difference == pytest.approx(1.0) and bounds(difference) == pytest.approx((1 - 0.05**0.5, 1 + 0.05**0.5))
     assert bounds(HIGH.minus(Estimate(1.0))) is None

@@ -294,8 +294,11 @@ def _claims_of_figures(results: Results) -> list[list[str]]:
         rows.append(ordering(f"α of {label} drafts grows with n, by RRS", ("n=8", ends[0]), ("n=1", ends[1])))
         grown.append(None if ends[0] is None or ends[1] is None else ends[0].minus(ends[1]))
     more = ordering("more drafts bring more without replacement", ("α(8) − α(1) without", grown[0]), ("with", grown[1]))
-    cool, warm = (_distribution(results, hot, "greedy", "acceptance", temperature=one) for one in (0.25, high))
-    return [*rows, more, ordering("α is not monotonic in T: of Greedy", ("T=0.25", cool), (f"T={high:g}", warm))]
+    cold, cool, warm = (
+        (f"T={one:g}", _distribution(results, hot, "greedy", "acceptance", temperature=one)) for one in (low, 0.25, high)
+    )
+    rises = ordering("α is not monotonic in T: of Greedy it rises at first", cool, cold)
+    return [*rows, more, rises, ordering("α is not monotonic in T: of Greedy it falls then", cool, warm)]
 
 
 def _claims_of_trees(results: Results) -> list[list[str]]:

@@ -32,7 +32,7 @@ _BRANCHES = 8
 CLAIMS = "claims"
 """Mark of the table of what a paper says."""
 _CLAIM_COLUMNS = ("what it says", "here, 95 % interval", "holds", "why")
-_INTERVALS = "In brackets: 95 % intervals, by resampling prompts."
+_INTERVALS = "In brackets: 95 % intervals over prompts."
 
 
 def keep(results: Mapping[str, Any], *, timed: bool) -> dict[str, Any]:

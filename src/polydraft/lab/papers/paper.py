@@ -175,8 +175,8 @@ def text_of(value: float | None, unit: str = "", digits: int = 2) -> str:
     if value is None:
         return "–"
     ends = bounds(value)
-    spread = f" [{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]" if ends is not None and ends[0] < ends[1] else ""
-    return f"{value:.{digits}f}{unit}{spread}"
+    spread = f" [{ends[0]:z.{digits}f}, {ends[1]:z.{digits}f}]" if ends is not None and ends[0] < ends[1] else ""
+    return f"{value:z.{digits}f}{unit}{spread}"  # without a sign on what rounds to 0
 
 
 def ordering(claim: str, *figures: tuple[str, float | None], digits: int = 3, why: str = "", alike: bool = False) -> list[str]:
