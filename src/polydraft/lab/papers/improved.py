@@ -137,7 +137,8 @@ def _speed(results: Results) -> Comparison:
         published=[["up to 2.96 times as fast as plain decoding; 23 % faster than MCSD (TinyLlama), 75 % (LLaMA-68M)"]],
         remark="Compare rows with the same `rounds` only: by default a GPU's rounds are captured as graphs and pay for "
         "one launch, without graphs they are eager and pay for hundreds. Target-initialised trees and decision "
-        "models run eagerly only. Eq. 1 is for chains: its α per token is counted, its c is what the rounds of this run cost beyond a target pass.",
+        "models run eagerly only. Eq. 1 is for chains: its α per token is counted, its c is what the rounds of this "
+        "run cost beyond a target pass.",
     )
 
 
