@@ -6,6 +6,9 @@ from enum import StrEnum
 from itertools import pairwise
 from typing import Any
 
+LEAST_PROMPTS = 6
+"""With fewer there is no interval: to resample one prompt gives one number, and five may all be faster by chance (one time in
+16, in either direction)."""
 _NORMAL = 1.96
 """Standard errors on either side of a mean that make a 95 % interval."""
 _LOW, _HIGH = "_low", "_high"

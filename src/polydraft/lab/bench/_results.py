@@ -13,12 +13,10 @@ from numpy.typing import NDArray
 from polydraft.lab.bench import BASELINE
 from polydraft.lab.bench._runner import Measurement
 from polydraft.lab.bench.report import write_report
+from polydraft.lab.estimate import LEAST_PROMPTS
 from polydraft.output import write_text
 from polydraft.tune.contest import interval_of, resampled_sums, speedup_interval
 
-_LEAST_PROMPTS = 6
-"""With fewer there is no interval: to resample one prompt gives one number, and five may all be faster by chance (one time in
-16, in either direction)."""
 _PHASES = ("prefill", "draft", "target", "verify", "commit", "total")
 
 
@@ -151,7 +149,7 @@ def _ratios(
             continue
         some_X = below_X > 0  # a resample may leave out the few prompts that count here
         value, low, high = interval_of(above_X[some_X] / below_X[some_X])
-        found.append((value, low, high) if len(sums) >= _LEAST_PROMPTS else (value, None, None))
+        found.append((value, low, high) if len(sums) >= LEAST_PROMPTS else (value, None, None))
     return found
 
 
@@ -169,7 +167,7 @@ def _speed(prompts: dict[str, _Prompt], baseline: dict[str, _Prompt]) -> dict[st
         [(prompts[key].tokens, prompts[key].seconds, baseline[key].tokens, baseline[key].seconds) for key in shared]
     )
     ratio, *bounds = speedup_interval(table)
-    return rate | _bounded("speedup", ratio, *(bounds if len(shared) >= _LEAST_PROMPTS else ()))
+    return rate | _bounded("speedup", ratio, *(bounds if len(shared) >= LEAST_PROMPTS else ()))
 
 
 def _acceptance(good: list[Measurement]) -> dict[str, Any]:

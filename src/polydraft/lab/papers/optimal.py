@@ -3,7 +3,7 @@
 from typing import Any
 
 from polydraft.lab.charts import Drawing, curves
-from polydraft.lab.estimate import Estimate
+from polydraft.lab.estimate import LEAST_PROMPTS, Estimate
 from polydraft.lab.papers._optimal_published import TABLE_1, TABLE_2, TABLE_3
 from polydraft.lab.papers.paper import PAPERS, Comparison, DistributionRun, Paper, Results, Run, ordering, text_of
 
@@ -153,10 +153,11 @@ def _distribution(
 ) -> Estimate | None:
     """Return a figure of an analysis with its interval, from its standard error over prompts."""
     rows: list[dict[str, Any]] = results.get(run, {}).get("rows", [])
+    many = bool(rows) and results[run]["settings"]["prompts"] >= LEAST_PROMPTS
     for row in rows:
         same = (row["scheme"], row["drafts"]) == (scheme, drafts) and abs(row["temperature"] - temperature) < 1e-9
         if same and row.get(key) is not None:
-            return Estimate.of_mean(row[key], row.get(_ERRORS[key]))
+            return Estimate.of_mean(row[key], row.get(_ERRORS[key]) if many else None)
     return None
 
 
