@@ -160,8 +160,12 @@ def _table(analysis: "Analysis", rows: Sequence["Row"], size: "SampleSize") -> T
 
 
 def _cells(row: "Row", paper_bound: bool) -> list[str]:
-    cells = [_figure(row.acceptance, row.standard_error), _figure(row.optimum), _figure(row.gap, row.gap_standard_error)]
-    return [*cells, _figure(row.paper_bound)] if paper_bound else cells
+    cells = [
+        _figure(row.acceptance, row.standard_error),
+        _figure(row.optimum, row.optimum_standard_error),
+        _figure(row.gap, row.gap_standard_error),
+    ]
+    return [*cells, _figure(row.paper_bound, row.paper_bound_standard_error)] if paper_bound else cells
 
 
 def _figure(value: float | None, error: float | None = None) -> str:
