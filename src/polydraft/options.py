@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from polydraft.trees import DynamicShape, Topology
 
 AUTO = "auto"
-FLAT_BLOCKS = "flat-blocks"
+FLAT_BLOCKS, SELF_DRAFT = "flat-blocks", "self-draft"
 BY_LOAD = "load:"
 """Before a tree: that one, or a smaller one where many rows share rounds."""
 _FIRST = {"heading": "Options"}
@@ -139,7 +139,8 @@ class DrafterOptions:
     stop_below: float = 0.4
     """Threshold of the decision model, 0 to 1."""
     lossy: str | None = None
-    """Use a rule that changes the distribution: target-init (improved MCSD's trees) or flat-blocks (Self-Draft's n-grams)."""
+    """Use a rule that changes the distribution: target-init (improved MCSD's trees), flat-blocks (Self-Draft's verification) or
+    self-draft (all of Self-Draft as printed)."""
     lossless: bool = field(default=True, metadata=_IN_PYTHON)
     """False allows settings that change the distribution of the text, such as ``GramTreeOptions(flat_blocks=True)``."""
 
@@ -233,9 +234,11 @@ class LoadOptions(
         check_drafter(self.drafter, self.walk)
         if self.lossy == FLAT_BLOCKS or (self.grams is not None and self.grams.flat_blocks):
             check_flat_blocks(self.drafter)
-        if self.lossy is not None and self.lossy != FLAT_BLOCKS:
+        if self.lossy == SELF_DRAFT and self.drafter != SELF_DRAFT:
+            raise UsageError(f"--lossy self-draft does not work with drafter {self.drafter!r}; use drafter self-draft")
+        if self.lossy is not None and self.lossy not in (FLAT_BLOCKS, SELF_DRAFT):
             self._check_lossy_rule(self.lossy)
-        if self.grams is not None and self.grams.flat_blocks and self.lossless and self.lossy != FLAT_BLOCKS:
+        if self.grams is not None and self.grams.flat_blocks and self.lossless and self.lossy not in (FLAT_BLOCKS, SELF_DRAFT):
             raise UsageError(
                 "flat_blocks changes the distribution of the text above temperature 0; pass lossless=False to allow that"
             )
@@ -267,7 +270,7 @@ class LoadOptions(
         from polydraft.papers.target_init import check_lossy
 
         if rule not in LOSSY_DRAFTERS:
-            raise unknown_name("lossy rule", rule, [*LOSSY_DRAFTERS, FLAT_BLOCKS])
+            raise unknown_name("lossy rule", rule, [*LOSSY_DRAFTERS, FLAT_BLOCKS, SELF_DRAFT])
         for name in ("scheme", "walk", "drafter", "draft_temperature"):
             if (value := getattr(self, name)) not in (AUTO, None):
                 raise UsageError(f"{name} {value!r} does not work with --lossy {rule}, which has its own; leave it out")
@@ -304,11 +307,18 @@ class NgramOptions:
     no_context: bool = False
     """Run self-draft without its context cache and branches."""
 
-    def grams_asked_for(self) -> "GramTreeOptions":
-        """Return them as options of the drafters, which check them."""
+    def grams_asked_for(self, lossy: str | None = None) -> "GramTreeOptions":
+        """Return them as options of the drafters, which check them; refuse what a lossy rule has of its own."""
         from polydraft.draft import GramTreeOptions, RiderOptions
         from polydraft.ngrams import GramOptions
 
+        for name, own in (
+            ("ngram_prefix", 1),
+            ("ngram_depth", self.gram or GramOptions().gram),
+            ("branch_seeds", "vocabulary"),
+        ):
+            if lossy == SELF_DRAFT and (value := getattr(self, name)) not in (None, own):
+                raise UsageError(f"{name}={value} does not work with --lossy self-draft, whose paper has {own}; leave it out")
         if self.corpus is not None and self.no_corpus:
             raise UsageError(f"--corpus {self.corpus} and --set corpus=no cannot be combined; leave one out")
         riders = _given(branches=self.branches, length=self.branch_length, seeds=self.branch_seeds)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from polydraft.engine import Decoder, Generation
     from polydraft.sampling import SamplingParams
 
-_EXPERT = ("mode", "draws", "verification", "min_width", "one_cache")
+_EXPERT = ("mode", "draws", "verification", "min_width", "one_cache", "model_only")
 """Fields of beams that `--set` sets."""
 
 
@@ -48,6 +48,7 @@ class BeamChoices:
     draws: str | None = None
     verification: str | None = None
     one_cache: bool = False
+    model_only: bool = False
 
     def given(self) -> dict[str, Any]:
         """Return the options that were given."""
@@ -261,7 +262,7 @@ def _generate_beams(task: Task, beams: BeamChoices) -> None:
     if task.compare:
         click.echo("decoding with beams but without drafts first, for comparison ...", err=True)
         plain = BeamDecoder(decoder.replace(drafter=None))
-        baseline = task.run_beams(plain, dataclasses.replace(options, twins=False))
+        baseline = task.run_beams(plain, dataclasses.replace(options, twins=False, model_only=False))
     several = options.num_return_sequences > 1
     result = task.run_beams(beam_decoder, options, None if several else TokenPrinter(console))
     if several:

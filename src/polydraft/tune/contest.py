@@ -55,13 +55,23 @@ class Candidate:
 
 def speedup_interval(table_K4: NDArray[Any]) -> tuple[float, float, float]:
     """Return a speed-up and its 95 % interval, resampling rows: tokens and seconds of one setting, and of the baseline."""
-    count = len(table_K4)
+    sums_4X = np.maximum(table_K4[_picks(len(table_K4))].sum(1), 1e-9).T
+    return _interval(sums_4X[0] / sums_4X[1] / (sums_4X[2] / sums_4X[3]))
+
+
+def mean_interval(values_K: NDArray[Any]) -> tuple[float, float, float]:
+    """Return a mean and its 95 % interval, resampling values: such as differences of two settings on each prompt."""
+    return _interval(values_K[_picks(len(values_K))].mean(1))
+
+
+def _picks(count: int) -> NDArray[np.int64]:
     drawn_XK = np.random.default_rng(0).integers(count, size=(_RESAMPLES, count))
-    picks_XK = np.vstack([np.arange(count), drawn_XK])  # the rows as they were come first
-    sums_4X = np.maximum(table_K4[picks_XK].sum(1), 1e-9).T
-    ratios_X = sums_4X[0] / sums_4X[1] / (sums_4X[2] / sums_4X[3])
-    low, high = np.quantile(ratios_X[1:], [0.025, 0.975])
-    return float(ratios_X[0]), float(low), float(high)
+    return np.vstack([np.arange(count), drawn_XK])  # the rows as they were come first
+
+
+def _interval(figures_X: NDArray[Any]) -> tuple[float, float, float]:
+    low, high = np.quantile(figures_X[1:], [0.025, 0.975])
+    return float(figures_X[0]), float(low), float(high)
 
 
 def schedule(rivals: int) -> Iterator[tuple[int, int]]:

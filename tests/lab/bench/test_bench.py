@@ -251,7 +251,7 @@ def test_a_failed_method_is_named_with_its_reason(invoke, tiny: str, prompt_file
 def measurement(method: str, prompt: str, repeat: int, seconds: float, tokens: int = 10) -> Measurement:
     return Measurement(
         method=method, prompt=prompt, category="a", repeat=repeat, seconds=seconds, first_token_seconds=None,
-        token_ids=[1] * tokens, sources=["target"] * tokens, passes=list(range(tokens)), stats=None, peak_bytes=1, joules=None,
+        token_ids=[1] * tokens, sources=["target"] * tokens, passes=list(range(tokens)), stats=None, peak_bytes=1,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.lab.bench import BASELINE
-from polydraft.lab.bench._runner import Measurement
+from polydraft.lab.bench._runner import EnergyBlock, Measurement
 from polydraft.lab.bench.report import write_report
 from polydraft.output import write_text
 from polydraft.tune.contest import speedup_interval
@@ -23,7 +23,10 @@ _PHASES = ("prefill", "draft", "target", "verify", "commit", "total")
 
 
 def summarise(
-    measurements: Iterable[Measurement], methods: Sequence[str], likeness: dict[tuple[str, str], str] | None
+    measurements: Iterable[Measurement],
+    methods: Sequence[str],
+    likeness: dict[tuple[str, str], str] | None,
+    energy: Sequence[EnergyBlock] = (),
 ) -> dict[str, Any]:
     """Return the `methods` part of the results.
 
@@ -34,12 +37,35 @@ def summarise(
         In the order of the report.
     likeness : dict, optional
         At temperature 0: (method, prompt) to `Likeness`.
+    energy : sequence of EnergyBlock
+        Where it was read.
     """
     by_method: dict[str, list[Measurement]] = defaultdict(list)
     for measurement in measurements:
         by_method[measurement.method].append(measurement)
     baseline = _prompts(by_method.get(BASELINE, []))
-    return {name: _method(name, by_method.get(name, []), baseline, likeness) for name in methods}
+    prompts = sorted({one.prompt for ones in by_method.values() for one in ones})
+    return {
+        name: _method(name, by_method.get(name, []), baseline, likeness)
+        | _energy([block for block in energy if block.method == name])
+        | {"log_likelihood_by_prompt": _likelihoods(by_method.get(name, []), prompts)}
+        for name in methods
+    }
+
+
+def _energy(blocks: Sequence[EnergyBlock]) -> dict[str, float | None]:
+    """Return joules per token over all blocks, and those of the thriftiest and the costliest block."""
+    each = [block.joules / block.tokens for block in blocks if block.tokens]
+    if not each:
+        return dict.fromkeys(("joules_per_token", "joules_per_token_low", "joules_per_token_high"))
+    mean = sum(block.joules for block in blocks) / sum(block.tokens for block in blocks)
+    return {"joules_per_token": mean, "joules_per_token_low": min(each), "joules_per_token_high": max(each)}
+
+
+def _likelihoods(measurements: Sequence[Measurement], prompts: Sequence[str]) -> list[float | None]:
+    """Return the target's mean log-likelihood per token of the texts after each prompt, for differences between methods."""
+    found = [_likelihood([one for one in measurements if one.prompt == prompt and one.token_ids]) for prompt in prompts]
+    return found if any(value is not None for value in found) else []
 
 
 def write_results(results: dict[str, Any], folder: Path) -> None:
@@ -73,7 +99,6 @@ def _method(
     good = [measurement for measurement in measurements if not measurement.error and measurement.token_ids]
     prompts = _prompts(good)
     tokens = sum(len(measurement.token_ids) for measurement in good)
-    joules = [measurement.joules for measurement in good if measurement.joules is not None]
     peaks = [measurement.peak_bytes for measurement in good if measurement.peak_bytes is not None]
     firsts = [one.first_token_seconds for one in good if one.first_token_seconds is not None]
     found = [likeness[name, prompt] for prompt in prompts if (name, prompt) in likeness] if likeness is not None else None
@@ -94,7 +119,6 @@ def _method(
         "seconds": _phases(good),
         "first_token_seconds": statistics.median(firsts) if firsts else None,
         "peak_memory_bytes": max(peaks) if peaks else None,
-        "joules_per_token": sum(joules) / tokens if joules and tokens else None,
         "log_likelihood_per_token": _likelihood(good),
         "identical": _count(found, "identical"),
         "near_tie_differences": _count(found, "near-tie"),

@@ -22,8 +22,12 @@ _KEPT = (
     "accepted_share",
     "acceptance_by_depth",
     "log_likelihood_per_token",
+    "log_likelihood_by_prompt",
 )
-_KEPT_OF_TIME = ("tokens_per_second", "speedup", "speedup_low", "speedup_high", "joules_per_token")
+_KEPT_OF_TIME = (
+    *("tokens_per_second", "speedup", "speedup_low", "speedup_high", "peak_memory_bytes"),
+    *("joules_per_token", "joules_per_token_low", "joules_per_token_high"),
+)
 _KEPT_OF_CATEGORIES = ("tokens_per_pass", "speedup")
 _BRANCHES = 8
 
@@ -47,7 +51,7 @@ def keep(results: Mapping[str, Any], *, timed: bool) -> dict[str, Any]:
     return {
         "settings": {
             **{key: settings[key] for key in ("target", "draft", "dtype", "temperature", "max_new_tokens")},
-            **{key: settings[key] for key in ("top_k", "top_p", "batch") if key in settings},
+            **{key: settings[key] for key in ("top_k", "top_p", "batch", "repeat", "corpus") if key in settings},
             "machine": machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}",
             "prompts": settings["prompts"]["count"],
             "source": Path(settings["prompts"]["source"]).name.removesuffix(".jsonl"),
