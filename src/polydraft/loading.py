@@ -51,6 +51,7 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
         What it is for: which of a profile's settings stands in for ``"auto"``.
     """
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
+    options.check_used()
     check_device_map(options.device_map, options.device)
     left_open = options.tree == AUTO
     if isinstance(options.target, str):

@@ -250,6 +250,11 @@ def _generate_beams(task: Task, beams: BeamChoices) -> None:
         task = dataclasses.replace(task, choices=dataclasses.replace(choices, draft="none"))
     decoder = dataclasses.replace(task.choices, profile="none").decoder()  # which is of trees, not of forests
     beam_decoder = BeamDecoder(decoder)
+    if beam_decoder.draft is None and not options.twins:
+        for name in ("draft_width", "draft_depth", "width_threshold"):
+            if name in beams.given():
+                flag = f"--{name.replace('_', '-')} {getattr(beams, name)}"
+                raise UsageError(f"{flag} is for draft beams, and there is no draft; pass --draft or --twins, or leave it out")
     if task.as_json:
         result = task.run_beams(beam_decoder, options)
         _echo_json(result.texts, result.stats.as_dict(), result.settings, decoder)

@@ -219,7 +219,9 @@ class Loading(LoadOptions, NgramOptions, Threads):
 
         prepare(self.threads)
         return load_with(
-            dataclasses.replace(self, grams=self.grams_asked_for(self.lossy)), batch=batch, temperature=temperature
+            dataclasses.replace(self, grams=self.grams_asked_for(self.drafter, self.lossy)),
+            batch=batch,
+            temperature=temperature,
         )
 
     def for_others(self, who: str) -> dict[str, Any]:

@@ -118,7 +118,19 @@ def test_a_paper_that_needs_a_corpus_says_so(invoke, tiny: str, prompt_file: str
     ("lookup+sd:2+mcsd:2", "'2+mcsd:2' is not an argument; allowed: one tree"),
     ("lookup+sd+fork:2x2", "has 2 trees"),
     ("lookup+hf:2", "unknown method in 'lookup+hf:2': 'hf'"),
-    ("lookup,lossy=all", "allowed: flat-blocks"),
+    ("lookup,lossy=all", "allowed: flat-blocks, self-draft, target-init"),
+    ("lookup,lossy=self-draft", "--lossy self-draft does not work with drafter 'lookup'"),
+    ("lookup,lossy=target-init", "does not work with --lossy target-init"),
+    ("lookup+sd:2,lossy=flat-blocks", "flat-blocks cannot verify drafter 'lookup+model'"),
+    ("self-draft:2x2,lossy=self-draft,prefix=2", "ngram_prefix=2 does not work with --lossy self-draft"),
+    ("self-draft:2x2,lossy=self-draft,seeds=prompt", "branch_seeds=prompt does not work with --lossy self-draft"),
+    ("lookup,lossy=flat-blocks,chance=0", "chance=0.0 does not work with lossy=flat-blocks"),
+    ("lookup,branches=2", "branches=2 is for drafter self-draft, not for 'lookup'"),
+    ("suffix,prefix=2", "ngram_prefix=2 is for drafter self-draft or ngram, not for 'suffix'"),
+    ("lookup,decision=auto", "has no option 'decision'"),
+    ("mcsd:2x1,stop_below=0.1", "stop_below=0.1 needs a decision model"),
+    ("mcsd:2x1,lossy=target-init", "has no option 'lossy'"),
+    ("dynamic:8,lossy=flat-blocks", "has no option 'lossy'"),
 ])  # fmt: skip
 def test_wrong_methods_are_refused_in_one_line(tiny: str, prompt_file: str, method: str, message: str) -> None:
     options = BenchOptions(methods=("ar", method), target=tiny, draft="early-exit:1", source=prompt_file, raw=True)

@@ -14,7 +14,7 @@ from polydraft.lab.bench.options import OF_DRAFTS, MethodNgrams, method_options
 from polydraft.lab.papers.flat import FlatModel
 from polydraft.loading import default_decoder, make_decoder
 from polydraft.models import LanguageModel
-from polydraft.options import AUTO, LoadOptions
+from polydraft.options import AUTO, SELF_DRAFT, LoadOptions
 from polydraft.trees import parse_tree
 
 _TREES: dict[str, Callable[[str], str]] = {
@@ -84,9 +84,12 @@ def _options(spec: MethodSpec, bench: Bench, *others: str, skip: tuple[str, ...]
         _check_draft(spec, bench)
     with spec.named_in_errors():
         names = values.keys() & MethodNgrams.__dataclass_fields__.keys()
-        grams = MethodNgrams(**{name: values.pop(name) for name in names}).grams_asked_for(values.get("lossy"))
+        given = MethodNgrams(**{name: values.pop(name) for name in names})
+        grams = given.grams_asked_for(fixed.get("drafter", SELF_DRAFT), values.get("lossy"))
         grams = replace(grams, caches=replace(grams.caches, corpus=bench.corpus))
-        return LoadOptions(**fixed, **values, grams=grams)
+        options = LoadOptions(**fixed, **values, grams=grams)
+        options.check_used()
+        return options
 
 
 def _ngrams(spec: MethodSpec, bench: Bench) -> Method:

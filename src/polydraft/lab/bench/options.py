@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from polydraft.described import Option, options_in
 from polydraft.errors import UsageError
-from polydraft.options import CpuOptions, LoadOptions, NgramOptions, PairOptions, PlaceOptions
+from polydraft.options import SELF_DRAFT, CpuOptions, LoadOptions, NgramOptions, PairOptions, PlaceOptions
 
 if TYPE_CHECKING:
     from polydraft.draft import GramTreeOptions
@@ -25,13 +25,13 @@ class MethodNgrams(NgramOptions):
     ngram_chance: float | None = field(default=None, metadata={"short": "chance"})
     """Drop candidates whose estimated chance is below this, 0 to 1; Self-Draft drops none."""
 
-    def grams_asked_for(self, lossy: str | None = None) -> "GramTreeOptions":
+    def grams_asked_for(self, drafter: str = SELF_DRAFT, lossy: str | None = None) -> "GramTreeOptions":
         """Return them as options of the drafters."""
         if lossy is not None and self.ngram_chance is not None:
             raise UsageError(
                 f"chance={self.ngram_chance} does not work with lossy={lossy}, which drops no candidate; leave it out"
             )
-        return replace(super().grams_asked_for(lossy), least_chance=self.ngram_chance)
+        return replace(super().grams_asked_for(drafter, lossy), least_chance=self.ngram_chance)
 
 
 def method_options(*, grams: bool, skip: Collection[str] = ()) -> list[Option]:

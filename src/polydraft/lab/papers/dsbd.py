@@ -189,7 +189,7 @@ def _ratio(results: Results, method: str, base: str, key: str) -> str:
 
 def _claims(results: Results) -> Comparison:
     return Comparison(
-        key="claims",
+        key="main-claim",
         title="The main claim: beam sampling's quality at less cost",
         runs=(_QUALITY, _SPEED),
         columns=["beam sampling", "fastest DSBD as likely", "likelihood, DSBD − beams (95 %)", "speed", "energy", "faster"],
