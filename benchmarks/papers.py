@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from polydraft.lab.papers import PAPERS
-from polydraft.lab.papers.pages import contest, drawings, filled, orderings, page_sections, read_kept
+from polydraft.lab.papers.pages import CLAIMS, all_claims, contest, drawings, filled, page_sections, read_kept
 
 PAGES = Path(__file__).parents[1] / "docs" / "papers"
 
@@ -24,7 +24,7 @@ def rendered() -> dict[Path, str]:
         for drawing in drawings(paper, results):
             files[PAGES / "plots" / f"{name}-{drawing.file}"] = drawing.content
     overview = PAGES / "README.md"
-    files[overview] = filled(overview.read_text(encoding="utf-8"), {"orderings": orderings(papers), "contest": contest(papers)})
+    files[overview] = filled(overview.read_text(encoding="utf-8"), {CLAIMS: all_claims(papers), "contest": contest(papers)})
     return files
 
 

@@ -135,7 +135,7 @@ class DrafterOptions:
 
     N-grams need no draft; ``"model"`` stands for the draft in a combination."""
     decision: str | None = None
-    """Decision model that ends drafting early: a folder, auto for the one that ships with the draft, or none."""
+    """Decision model that ends drafting early: a folder, none, or one that ships with the draft: auto, hidden, distribution."""
     stop_below: float = 0.4
     """Threshold of the decision model, 0 to 1."""
     lossy: str | None = None

@@ -17,6 +17,7 @@ from polydraft.papers.decision import (
     draft_fingerprint,
     load_decision,
     save_decision,
+    shipped_decision,
 )
 from polydraft.train import DecisionSettings
 from polydraft.train.decision_training import TOP, Traces, collect, fit, quality_of
@@ -76,6 +77,15 @@ def test_a_folder_serves_its_own_draft_only(tmp_path: Path) -> None:
         load_decision(str(tmp_path), DRAFT)
     with pytest.raises(UsageError, match="no decision model ships for draft"):
         load_decision("auto", DRAFT)
+    with pytest.raises(UsageError, match="no decision model of kind 'hidden' ships for draft"):
+        load_decision("hidden", DRAFT)
+
+
+def test_the_shipped_model_is_of_a_kind_that_is_known() -> None:
+    folder = shipped_decision("smollm2-head", "auto")
+    assert folder is not None and folder == shipped_decision("smollm2-head", "distribution")
+    assert DecisionKind(json.loads((folder / "config.json").read_text())["kind"]) is DecisionKind.DISTRIBUTION
+    assert shipped_decision("another", "auto") is None
 
 
 def test_a_fingerprint_is_of_the_weights_not_of_their_format() -> None:

@@ -122,8 +122,8 @@ def test_no_branches_teach_nothing() -> None:
 def test_what_the_paper_does_not_have_is_refused(tiny: str) -> None:
     for given in ({"ngram_prefix": 4}, {"ngram_depth": 12}, {"branch_seeds": "prompt"}):
         with pytest.raises(UsageError, match="does not work with --lossy self-draft, whose paper has"):
-            NgramOptions(**given).grams_asked_for("self-draft")
-    assert NgramOptions(ngram_prefix=1, ngram_depth=4).grams_asked_for("self-draft").caches.max_prefix == 1
+            NgramOptions(**given).grams_asked_for(lossy="self-draft")
+    assert NgramOptions(ngram_prefix=1, ngram_depth=4).grams_asked_for(lossy="self-draft").caches.max_prefix == 1
     for drafter in ("auto", "lookup", "self-draft+lookup", "self-draft+model"):
         with pytest.raises(UsageError, match="--lossy self-draft does not work with drafter"):
             load(tiny, drafter=drafter, lossy="self-draft")

@@ -260,8 +260,9 @@ class Engine:
                 one.logprobs.extend(self._logprobs(slot, one.token_ids, sequence.top_logprobs))
             if sequence.traced:
                 one.tree.extend(self.workspace.last_tree(slot))
-            sequence.speculation.count(row.accepted, row.drafted, why_none)
-            self.stats.count(row.accepted, row.offered, row.longest, row.branch)
+            counted = row.accepted, row.offered, row.longest, row.branch
+            sequence.speculation.count(counted, row.drafted, why_none)
+            self.stats.count(*counted)
             self.stats.saw_candidates(row.drafted, why_none)
             self.stats.keep(one.sources)
             by_slot[slot] = one.token_ids

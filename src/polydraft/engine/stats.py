@@ -33,23 +33,39 @@ class Speculation:
     """Why, in the last of these; None where nobody drafts."""
     drafted_tokens: int = 0
     """Candidates of all its trees."""
-    accepted: Counter[int] = field(default_factory=Counter)
-    """How many rounds accepted so many of them."""
+    outcomes: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
+    """How many rounds had these arguments of `Stats.count`."""
 
-    def count(self, accepted: int, drafted: int, why_none: str | None = None) -> None:
+    def count(self, outcome: tuple[int, int, int, int], drafted: int, why_none: str | None = None) -> None:
         """Add a round, and why nothing was drafted, if nothing was."""
         self.rounds += 1
         if drafted == 0:
             self.resting_rounds += 1
             self.rested_because = why_none
         self.drafted_tokens += drafted
-        self.accepted[accepted] += 1
+        self.outcomes[outcome] += 1
+
+    @property
+    def accepted(self) -> Counter[int]:
+        """How many rounds accepted so many candidates."""
+        found = Counter[int]()
+        for (accepted, *_), rounds in self.outcomes.items():
+            found[accepted] += rounds
+        return found
 
     @property
     def mean_acceptance_length(self) -> float:
         """Tokens per round, the target's own included."""
-        tokens = sum((accepted + 1) * rounds for accepted, rounds in self.accepted.items())
+        tokens = sum((accepted + 1) * rounds for (accepted, *_), rounds in self.outcomes.items())
         return tokens / self.rounds if self.rounds else 0.0
+
+    def stats(self) -> "Stats":
+        """Return what can be counted of one text of a batch, without times."""
+        found = Stats(rounds=self.rounds, candidates=self.drafted_tokens)
+        for outcome, rounds in self.outcomes.items():
+            for _ in range(rounds):
+                found.count(*outcome)
+        return found
 
 
 @dataclass

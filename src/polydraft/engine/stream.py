@@ -7,6 +7,7 @@ from typing import Any
 
 from polydraft.engine.loop import Engine
 from polydraft.engine.sequence import Generation, StopReason, TokenEvent, TokenSequence
+from polydraft.engine.stats import Speculation
 
 
 class Stream(Iterator[TokenEvent]):
@@ -48,6 +49,11 @@ class Stream(Iterator[TokenEvent]):
         for sequence in self._sequences:
             if not sequence.done:
                 self.engine.end(sequence, StopReason.CANCELLED, len(sequence.sources))
+
+    @property
+    def speculations(self) -> list[Speculation]:
+        """What drafting did for each text so far."""
+        return [sequence.speculation for sequence in self._sequences]
 
     def results(self) -> list[Generation]:
         """Return the texts so far, complete once the stream is exhausted."""

@@ -1,41 +1,26 @@
-"""Charts as SVG files of their own: curves and columns over named places, points in a plane, lines over numbers."""
+"""Charts as SVG files of their own: curves and columns over named places, points in a plane, lines over numbers.
+
+Figures that know their 95 % intervals (`Estimate`) are drawn with error bars.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, groupby, pairwise
 
 from polydraft.lab import svg
-from polydraft.lab.svg import escape
+from polydraft.lab._looks import COLOURS, DASHES, painted
+from polydraft.lab.estimate import bounds
+from polydraft.lab.svg import Box, escape
 
-# A file has no page around it to take colours from; series differ by dashes and filling too.
-_STYLE = """
-svg { --ink: #15202b; --muted: #4d5b6a; --line: #d3dae2; --one: #0b5cad; --two: #955800; --three: #1b7340; --four: #8a2d7d;
-  --five: #b3261e; --six: #4d5b6a; --paper: #ffffff; font-family: system-ui, "DejaVu Sans", sans-serif; }
-@media (prefers-color-scheme: dark) {
-  svg { --ink: #e7ecf1; --muted: #a5b2bf; --line: #303b47; --one: #6bb0f5; --two: #f0b35e; --three: #69d28f; --four: #e08fd4;
-    --five: #ff8a80; --six: #a5b2bf; --paper: #0e1318; } }
-text { font-size: 12px; fill: var(--muted); } .name { fill: var(--ink); } .paper { fill: var(--paper); }
-.grid { stroke: var(--line); } .base { stroke: var(--ink); stroke-width: 1.5; }
-.curve-0 { stroke: var(--one); stroke-width: 2.5; } .dot-0 { fill: var(--one); }
-.column-0 { fill: var(--one); fill-opacity: .85; }
-.curve-1 { stroke: var(--two); stroke-width: 2.5; stroke-dasharray: 7 5; }
-.dot-1 { fill: var(--paper); stroke: var(--two); stroke-width: 2.5; } .column-1 { fill: var(--two); fill-opacity: .6; }
-.curve-2 { stroke: var(--three); stroke-width: 2.5; stroke-dasharray: 2 3; } .dot-2 { fill: var(--three); }
-.curve-3 { stroke: var(--four); stroke-width: 2.5; stroke-dasharray: 12 4; }
-.dot-3 { fill: var(--paper); stroke: var(--four); stroke-width: 2.5; }
-.curve-4 { stroke: var(--five); stroke-width: 2; stroke-dasharray: 10 3 2 3; } .dot-4 { fill: var(--five); }
-.curve-5 { stroke: var(--six); stroke-width: 2; stroke-dasharray: 4 2; }
-.dot-5 { fill: var(--paper); stroke: var(--six); stroke-width: 2; }
-"""
-_SERIES, _COLUMNS_SIDE_BY_SIDE = 6, 2
-_LINE_STYLE = """
-.heading { fill: var(--ink); font-weight: 600; } .curve { stroke-width: 1.8; } .best { stroke-width: 5; stroke-opacity: .35; }
-.error { stroke-width: 1; }
-"""
-_COLOURS = ("one", "two", "three", "four", "five", "six")
-_DASHES = ("none", "7 4", "2 3", "10 3 2 3", "4 2", "12 4")
+_SERIES, _COLUMNS_SIDE_BY_SIDE = len(COLOURS), 3
 _ROW = 19.0
-"""Height of a line of the legend beside lines."""
+"""Height of a line of a legend."""
+_CAP = 3.0
+"""Half of the stroke at the end of an error bar."""
+_DODGE = 5.0
+"""Pixels between the figures of two curves at one place, so that their error bars do not hide each other."""
+_TURN, _SLOPE = -40.0, 0.64
+"""Degrees by which names are turned that would not fit side by side, and the height of a turned pixel."""
 
 Series = Mapping[str, Sequence[float | None]]
 """Name to figures, one for each column; None where there is none."""
@@ -58,8 +43,6 @@ class Point:
 
     x: float
     y: float
-    error: float | None = None
-    """Half of the bar across it."""
 
 
 @dataclass(frozen=True)
@@ -88,9 +71,10 @@ class _Plane:
     bottom: float = 252.0
 
     @classmethod
-    def of_columns(cls, count: int, up: svg.Scale) -> "_Plane":
-        """Make one of equal columns, numbered from 0."""
-        return cls(svg.Scale(-0.5, count - 0.5), up)
+    def below(cls, names: Sequence[str], across: svg.Scale, up: svg.Scale, room: float = 0.0) -> "_Plane":
+        """Make one below a legend of these names, with some more room below the axis."""
+        header = 30.0 + _ROW * len(_legend_rows(names))
+        return cls(across, up, height=header + 260 + room, top=header, bottom=header + 208)
 
     def x(self, value: float) -> float:
         return self.left + self.across.fraction(value) * (self.right - self.left)
@@ -98,7 +82,7 @@ class _Plane:
     def y(self, value: float) -> float:
         return self.bottom - self.up.fraction(value) * (self.bottom - self.top)
 
-    def frame(self, names: Mapping[float, str], across: str, up: str) -> list[str]:
+    def frame(self, names: Mapping[float, str], across: str, up: str, turn: float = 0.0) -> list[str]:
         """Draw the paper, the grid, names below places of the axis, and what the two directions mean."""
         shapes = [svg.rect(0, 0, self.width, self.height, "paper")]
         for tick in self.up.ticks(4):
@@ -107,17 +91,30 @@ class _Plane:
                 svg.line(self.left, y, self.right, y, "grid"),
                 svg.text(self.left - 8, y + 4, svg.tick_text(tick), "end"),
             ]
-        shapes += [svg.text(self.x(value), self.bottom + 17, name, kind="name") for value, name in names.items()]
+        anchor = "end" if turn else "middle"
+        shapes += [svg.text(self.x(value), self.bottom + 17, name, anchor, "name", turn=turn) for value, name in names.items()]
         shapes.append(svg.line(self.left, self.bottom, self.right, self.bottom, "base"))
         middle = (self.left + self.right) / 2
         return [*shapes, svg.text(middle, self.height - 8, across), svg.text(8, 18, up, "start", "name")]
 
-    def file(self, shapes: Sequence[str], label: str, style: str = "") -> str:
+    def bar(self, x: float, value: float, kind: str) -> list[str]:
+        """Draw the interval of a figure as an upright error bar; nothing where it has none."""
+        ends = bounds(value)
+        if ends is None or ends[0] == ends[1]:
+            return []
+        low, high = map(self.y, ends)
+        return [
+            svg.line(x, low, x, high, kind),
+            *(svg.line(x - _CAP, end, x + _CAP, end, kind) for end in (low, high)),
+        ]
+
+    def file(self, shapes: Sequence[str], label: str) -> str:
         """Return a whole SVG file."""
         size = f'width="{self.width:.0f}" height="{self.height:.0f}" viewBox="0 0 {self.width:.0f} {self.height:.0f}"'
+        font = 'font-family="DejaVu Sans, Verdana, Helvetica, sans-serif" font-size="12"'
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n'
-            f"<title>{escape(label)}</title>\n<style>{_STYLE}{style}</style>\n" + "\n".join(shapes) + "\n</svg>\n"
+            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img">\n'
+            f"<title>{escape(label)}</title>\n" + painted("\n".join(shapes)) + "\n</svg>\n"
         )
 
 
@@ -127,7 +124,7 @@ def curves(series: Series, columns: Sequence[str], *, across: str, up: str, base
     Parameters
     ----------
     series : mapping of str to sequence of float or None
-        Six at most.
+        Seven at most.
     columns : sequence of str
         What is written below each figure.
     across, up : str
@@ -135,12 +132,17 @@ def curves(series: Series, columns: Sequence[str], *, across: str, up: str, base
     base : float
         Below all figures.
     """
-    plane = _Plane.of_columns(len(columns), svg.Scale(base, base + 1.12 * (_highest(series, least=base + 0.1) - base)))
-    shapes = [*plane.frame(dict(enumerate(columns)), across, up), *_legend(series, "curve", plane.right)]
+    high = base + 1.12 * (_highest(series, least=base + 0.1) - base)
+    plane = _Plane.below([*series], svg.Scale(-0.5, len(columns) - 0.5), svg.Scale(base, high))
+    shapes = [*plane.frame(dict(enumerate(columns)), across, up), *_legend([*series], "curve")]
     for number, values in enumerate(series.values()):
-        places = [None if value is None else (plane.x(column), plane.y(value)) for column, value in enumerate(values)]
+        shift = _DODGE * (number - (len(series) - 1) / 2)
+        known = [None if value is None else (plane.x(column) + shift, value) for column, value in enumerate(values)]
+        places = [None if one is None else (one[0], plane.y(one[1])) for one in known]
+        for one in filter(None, known):
+            shapes += plane.bar(*one, f"error-{number}")
         shapes += [svg.line(*one, *other, f"curve-{number}") for one, other in pairwise(places) if one and other]
-        shapes += [svg.circle(*place, 4.5, f"dot-{number}") for place in places if place]
+        shapes += [svg.circle(*place, 4, f"dot-{number}") for place in places if place]
     return plane.file(shapes, _spoken(series, columns, up))
 
 
@@ -150,9 +152,9 @@ def grouped_columns(series: Series, groups: Mapping[str, Sequence[str]], *, base
     Parameters
     ----------
     series : mapping of str to sequence of float or None
-        Two at most; their columns stand side by side. Figures follow the groups' order.
+        Three at most; their columns stand side by side. Figures follow the groups' order.
     groups : mapping of str to sequence of str
-        Name of a group to the names of its columns.
+        Name of a group, which may be empty, to the names of its columns. Names that would collide are turned.
     base : float
         The figure that means "nothing gained".
     across, up : str
@@ -160,23 +162,34 @@ def grouped_columns(series: Series, groups: Mapping[str, Sequence[str]], *, base
     """
     assert len(series) <= _COLUMNS_SIDE_BY_SIDE
     names = [name for group in groups.values() for name in group]
-    highest = _highest(series, least=base)
-    plane = _Plane.of_columns(len(names), svg.Scale(base, highest + 0.12 * max(highest - base, 0.1)))
-    shapes = [*plane.frame(dict(enumerate(names)), across, up), *_legend(series, "column", plane.right)]
-    step = (plane.right - plane.left) / len(names)
+    longest = max(map(svg.text_width, names), default=0.0)
+    step = (708.0 - 58.0) / max(1, len(names))
     width = 0.8 * step / max(1, len(series))
+    turned, upright = longest > step - 4, width < svg.text_width("0.00")
+    room = (_SLOPE * longest if turned else 0.0) + 16
+    highest = _highest(series, least=base)
+    up_scale = svg.Scale(base, highest + (0.2 if upright else 0.12) * max(highest - base, 0.1))
+    plane = _Plane.below([*series], svg.Scale(-0.5, len(names) - 0.5), up_scale, room)
+    frame = plane.frame(dict(enumerate(names)), across, up, turn=_TURN if turned else 0.0)
+    shapes = [*frame, *_legend([*series], "column")]
     for number, values in enumerate(series.values()):
         for column, value in enumerate(values):
             if value is not None:
                 x, y = plane.x(column) - 0.4 * step + number * width, plane.y(value)
                 shapes.append(svg.rect(x, y, width, plane.bottom - y, f"column-{number}"))
-                shapes.append(svg.text(x + width / 2, y - 4, f"{value:.2f}"))
-    start = 0
+                shapes += plane.bar(x + width / 2, value, "error")
+                over = plane.y((bounds(value) or (value, value))[1]) - 4
+                if upright:
+                    shapes.append(svg.text(x + width / 2 + 4, over, f"{value:.2f}", "start", turn=-90))
+                else:
+                    shapes.append(svg.text(x + width / 2, over, f"{value:.2f}"))
+    start, below = 0, plane.bottom + 20 + room
     for name, group in groups.items():
-        shapes.append(svg.text(plane.x(start + (len(group) - 1) / 2), plane.bottom + 36, name, kind="name"))
+        if name:
+            shapes.append(svg.text(plane.x(start + (len(group) - 1) / 2), below, name, kind="name"))
         start += len(group)
         if start < len(names):
-            shapes.append(svg.line(plane.x(start - 0.5), plane.top, plane.x(start - 0.5), plane.bottom + 40, "grid"))
+            shapes.append(svg.line(plane.x(start - 0.5), plane.top, plane.x(start - 0.5), below + 4, "grid"))
     return plane.file(shapes, _spoken(series, names, up))
 
 
@@ -186,23 +199,52 @@ def scatter(groups: Mapping[str, Sequence[tuple[str, float, float]]], *, across:
     Parameters
     ----------
     groups : mapping of str to sequence of (name, x, y)
-        Six at most; larger is better in both directions.
+        Seven at most; larger is better in both directions. Where less is better across, as of costs, give all x as negative:
+        the axis shows their sizes, falling to the right.
     across, up : str
         What the two directions mean.
     """
     points = [point for group in groups.values() for point in group]
-    plane = _Plane(svg.Scale(*_ends([x for _, x, _ in points])), svg.Scale(*_ends([y for _, _, y in points])))
-    ticks = {tick: svg.tick_text(tick) for tick in plane.across.ticks(6)}
-    shapes = [*plane.frame(ticks, across, up), *_legend(groups, "curve", plane.right)]
+    plane = _Plane.below([*groups], svg.Scale(*_ends([x for _, x, _ in points])), svg.Scale(*_ends([y for _, _, y in points])))
+    falls = bool(points) and all(x <= 0 for _, x, _ in points)
+    ticks = {tick: svg.tick_text(abs(tick) if falls else tick) for tick in plane.across.ticks(6)}
+    shapes = [*plane.frame(ticks, across, up), *_legend([*groups], "curve")]
+    taken = [Box.around(plane.x(x), plane.y(y), 6) for _, x, y in points]
     for number, group in enumerate(groups.values()):
         front = sorted((x, y) for _, x, y in group if not any(a >= x and b >= y and (a, b) != (x, y) for _, a, b in group))
-        places = [(plane.x(x), plane.y(y)) for x, y in front]
-        shapes += [svg.line(*one, *other, f"curve-{number}") for one, other in pairwise(places)]
+        for one, other in pairwise((plane.x(x), plane.y(y)) for x, y in front):
+            shapes.append(svg.line(*one, *other, f"curve-{number}"))
+            taken += Box.along(*one, *other)
+    for number, group in enumerate(groups.values()):
         for name, x, y in group:
             left, top = plane.x(x), plane.y(y)
-            shapes += [svg.circle(left, top, 4.5, f"dot-{number}"), svg.text(left, top - 8, name)]
-    told = [f"{name}: {x:.2f}, {y:.2f}" for name, x, y in points]
+            shapes += plane.bar(left, y, f"error-{number}")
+            if ends := bounds(x):
+                shapes.append(svg.line(plane.x(ends[0]), top, plane.x(ends[1]), top, f"error-{number}"))
+            shapes += [svg.circle(left, top, 4.5, f"dot-{number}"), *_label(plane, name, left, top, taken)]
+    told = [f"{name}: {abs(x) if falls else x:.2f}, {y:.2f}" for name, x, y in points]
     return plane.file(shapes, f"{up} against {across}. {'; '.join(told)}")
+
+
+def _label(plane: _Plane, name: str, x: float, y: float, taken: list[Box]) -> list[str]:
+    """Write a name beside its point, where nothing else stands; further away with a stroke that leads there."""
+    inside = Box(plane.left, plane.top - 14, plane.right + 4, plane.bottom)
+    near = [(0, -9, "middle"), (0, 19, "middle"), (9, 4, "start"), (-9, 4, "end")]
+    far = [
+        (side * distance, rise, "start" if side > 0 else "end")
+        for distance in (10, 22, 40, 64, 96, 128)
+        for rise in (-14, 22, -28, 36, -42, 50, -56, 64, -70, 78)
+        for side in (1, -1)
+    ]
+    for right, down, anchor in (*near, *far):
+        box = Box.of_text(x + right, y + down, name, anchor)
+        if inside.holds(box) and not any(box.meets(other) for other in taken):
+            break
+    else:
+        right, down, anchor = near[0]
+    taken.append(Box.of_text(x + right, y + down, name, anchor))
+    leader = [svg.line(x, y, x + right, y + down - 4, "grid")] if abs(down) > 20 or abs(right) > 9 else []
+    return [*leader, svg.text(x + right, y + down, name, anchor)]
 
 
 def line_chart(curves: Sequence[Curve], *, across: str, up: str) -> str:
@@ -241,58 +283,66 @@ def line_chart(curves: Sequence[Curve], *, across: str, up: str) -> str:
     for number, (kind, members) in enumerate(groupby(curves, key=lambda curve: curve.kind)):
         legend.append(svg.text(left, y + 4, kind, "start", "heading"))
         y += _ROW
-        dashes, colour = cycle(range(len(_DASHES))), f"kind-{min(number, len(_COLOURS) - 1)}"
+        dashes, colour = cycle(range(len(DASHES))), f"kind-{min(number, len(COLOURS) - 1)}"
         # Bands first, for the curves to lie upon.
         for curve in sorted(members, key=lambda curve: not curve.best):
             look = f"best {colour}" if curve.best else f"curve {colour} dash-{next(dashes)}"
-            shapes += _strokes(plane, curve, look, f"error {colour}")
+            shapes += _strokes(plane, curve, look, f"thin {colour}")
             legend += [svg.line(left, y, left + 34, y, look), svg.text(left + 42, y + 4, curve.name, "start", "name")]
             y += _ROW
-    styles = [f".kind-{number} {{ stroke: var(--{colour}); }}" for number, colour in enumerate(_COLOURS)]
-    styles += [f".dash-{number} {{ stroke-dasharray: {dash}; }}" for number, dash in enumerate(_DASHES)]
     told = [f"{curve.name}: " + ", ".join(f"{point.x:g} {point.y:.3f}" for point in curve.points) for curve in curves]
-    label = f"{up} against {across}. {'; '.join(told)}"
-    return plane.file([*shapes, *legend], label, f"{_LINE_STYLE}{' '.join(styles)}\n")
+    return plane.file([*shapes, *legend], f"{up} against {across}. {'; '.join(told)}")
 
 
 def _strokes(plane: _Plane, curve: Curve, look: str, error: str) -> list[str]:
-    """Draw one curve, and a bar across each figure that has an error."""
+    """Draw one curve with its error bars."""
     points = sorted(curve.points, key=lambda point: point.x)
     places = [(plane.x(point.x), plane.y(point.y)) for point in points]
     shapes = [svg.line(*one, *other, look) for one, other in pairwise(places)]
     if len(places) == 1:  # a lone figure is a short stroke
         ((x, y),) = places
         shapes.append(svg.line(x - 8, y, x + 8, y, look))
-    for point, (x, _) in zip(points, places, strict=True):
-        if point.error:
-            shapes.append(svg.line(x, plane.y(point.y - point.error), x, plane.y(point.y + point.error), error))
-    return shapes
+    return [*shapes, *(shape for point, (x, _) in zip(points, places, strict=True) for shape in plane.bar(x, point.y, error))]
 
 
 def _ends(figures: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of an axis, with some room around the figures."""
-    low, high = min(figures, default=0.0), max(figures, default=1.0)
+    """Return the ends of an axis, with some room around the figures, but none beyond 0 where they all lie on one side."""
+    every = [end for figure in figures for end in (figure, *(bounds(figure) or ()))]
+    low, high = min(every, default=0.0), max(every, default=1.0)
     room = 0.12 * (high - low) or 0.5
-    return low - room, high + room
+    return max(low - room, 0.0) if low >= 0 else low - room, min(high + room, 0.0) if high <= 0 else high + room
 
 
 def _highest(series: Series, least: float) -> float:
-    return max([least, *(value for values in series.values() for value in values if value is not None)])
+    """Return the top of all figures, error bars included."""
+    known = [value for values in series.values() for value in values if value is not None]
+    return max([least, *known, *(ends[1] for ends in map(bounds, known) if ends)])
 
 
-def _legend(series: Mapping[str, object], kind: str, right: float) -> list[str]:
-    assert len(series) <= _SERIES
+def _legend_rows(names: Sequence[str]) -> list[list[tuple[int, str, float]]]:
+    """Return the rows of a legend: number, name and place of each series. One series needs none."""
+    rows: list[list[tuple[int, str, float]]] = []
+    x = 708.0
+    for number, name in enumerate(names if len(names) > 1 else ()):
+        width = 50.0 + svg.text_width(name)
+        if x + width > 708:
+            rows.append([])
+            x = 58.0
+        rows[-1].append((number, name, x))
+        x += width
+    return rows
+
+
+def _legend(names: Sequence[str], kind: str) -> list[str]:
+    assert len(names) <= _SERIES
     shapes: list[str] = []
-    widths = [52.0 + 6.5 * len(name) for name in series]
-    x = right - sum(widths)
-    for number, name in enumerate(series):
-        mark = (
-            svg.rect(x, 8, 26, 12, f"column-{number}") if kind == "column" else svg.line(x, 14, x + 26, 14, f"curve-{number}")
-        )
-        shapes += [mark, svg.text(x + 32, 18, name, "start", "name")]
-        if kind == "curve":
-            shapes.append(svg.circle(x + 13, 14, 4.5, f"dot-{number}"))
-        x += widths[number]
+    for row, entries in enumerate(_legend_rows(names)):
+        y = 37 + _ROW * row
+        for number, name, x in entries:
+            mark = svg.rect(x, y - 6, 26, 12, f"{kind}-{number}")
+            if kind == "curve":
+                mark = svg.line(x, y, x + 26, y, f"curve-{number}") + "\n" + svg.circle(x + 13, y, 4, f"dot-{number}")
+            shapes += [mark, svg.text(x + 32, y + 4, name, "start", "name")]
     return shapes
 
 

@@ -41,10 +41,54 @@ def circle(x: Place, y: Place, radius: float, kind: str) -> str:
     return f'<circle class="{kind}" cx="{place(x)}" cy="{place(y)}" r="{place(radius)}"/>'
 
 
-def text(x: Place, y: Place, words: str, anchor: str = "middle", kind: str = "tick", shift: float = 0) -> str:
-    """Write words, shifted sideways by pixels where x is a percentage."""
+def text(x: Place, y: Place, words: str, anchor: str = "middle", kind: str = "tick", shift: float = 0, turn: float = 0) -> str:
+    """Write words, shifted sideways by pixels where x is a percentage, or turned around their anchor by degrees."""
     moved = f' dx="{place(shift)}"' if shift else ""
+    moved += f' transform="rotate({place(turn)} {place(x)} {place(y)})"' if turn else ""
     return f'<text class="{kind}" x="{place(x)}" y="{place(y)}"{moved} text-anchor="{anchor}">{escape(words)}</text>'
+
+
+def text_width(words: str) -> float:
+    """Return about how many pixels words take in a font of 12."""
+    return 7.0 * len(words)
+
+
+@dataclass(frozen=True)
+class Box:
+    """An upright rectangle, to see what collides."""
+
+    left: float
+    top: float
+    right: float
+    bottom: float
+
+    @classmethod
+    def around(cls, x: float, y: float, reach: float) -> "Box":
+        """Make a square around a point."""
+        return cls(x - reach, y - reach, x + reach, y + reach)
+
+    @classmethod
+    def along(cls, x1: float, y1: float, x2: float, y2: float) -> "list[Box]":
+        """Cover a stroke with small squares."""
+        steps = max(1, math.ceil(math.hypot(x2 - x1, y2 - y1) / 4))
+        shares = [step / steps for step in range(steps + 1)]
+        return [cls.around(x1 + share * (x2 - x1), y1 + share * (y2 - y1), 2) for share in shares]
+
+    @classmethod
+    def of_text(cls, x: float, y: float, words: str, anchor: str) -> "Box":
+        """Make the rectangle that words take up in a font of 12."""
+        width = text_width(words)
+        left = x - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
+        return cls(left, y - 10, left + width, y + 3)
+
+    def meets(self, other: "Box") -> bool:
+        """Whether two share some area."""
+        return self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
+
+    def holds(self, other: "Box") -> bool:
+        """Whether another lies inside."""
+        across = self.left <= other.left and other.right <= self.right
+        return across and self.top <= other.top and other.bottom <= self.bottom
 
 
 def fluid(height: float, shapes: Iterable[str], label: str | None = None) -> str:

@@ -32,10 +32,6 @@ DEFAULT_THRESHOLD = 0.4
 MODEL_TYPE = "polydraft_decision"
 AUTO = "auto"
 _DRAFTS = Path(__file__).parent.parent / "drafts"
-SHIPPED_DECISIONS = {
-    name: folder for name, folder in {"smollm2-head": _DRAFTS / "smollm2-decision"}.items() if (folder / "config.json").exists()
-}
-"""Decision models that come with this package, by the name of their draft."""
 _SAMPLED = 64
 """Numbers of each weight that go into a fingerprint."""
 
@@ -47,6 +43,27 @@ class DecisionKind(StrEnum):
     """Type 1 of [1]: the draft's hidden state; learns min(1, p/q) of the drafted token ([1] prints max)."""
     DISTRIBUTION = "distribution"
     """Type 2 of [1]: the draft's largest probabilities and its entropy; learns whether the token was accepted."""
+
+
+_SHIPPED = {
+    ("smollm2-head", DecisionKind.DISTRIBUTION): _DRAFTS / "smollm2-decision",
+    ("smollm2-head", DecisionKind.HIDDEN): _DRAFTS / "smollm2-decision-hidden",
+}
+
+
+def shipped_decision(draft: str, name: str) -> Path | None:
+    """Return the folder of a decision model that comes with this package; None where there is none.
+
+    Parameters
+    ----------
+    draft : str
+        Name of the draft it belongs to.
+    name : str
+        ``"auto"``, or its `DecisionKind`.
+    """
+    kinds = [*DecisionKind][::-1] if name == AUTO else [DecisionKind(name)]
+    folders = [_SHIPPED[draft, kind] for kind in kinds if (draft, kind) in _SHIPPED]
+    return next((folder for folder in folders if (folder / "config.json").exists()), None)
 
 
 def check_threshold(value: float) -> float:
@@ -191,17 +208,20 @@ def load_decision(name: str, draft: LanguageModel | FeatureHead, threshold: floa
     Parameters
     ----------
     name : str
-        A folder, or ``"auto"`` for the one that ships with the draft.
+        A folder, or one that ships with the draft: ``"auto"``, ``"hidden"`` or ``"distribution"``.
     draft : LanguageModel or FeatureHead
         Refused if the model was trained for another.
     threshold : float
         β, see `DecisionModel`.
     """
     folder = Path(name)
-    if name == AUTO:
-        shipped = SHIPPED_DECISIONS.get(draft.name)
+    if name in (AUTO, *DecisionKind):
+        shipped = shipped_decision(draft.name, name)
         if shipped is None:
-            raise UsageError(f"no decision model ships for draft {draft.name!r}; train one with: polydraft train decision")
+            of_kind = "" if name == AUTO else f" of kind {name!r}"
+            raise UsageError(
+                f"no decision model{of_kind} ships for draft {draft.name!r}; train one with: polydraft train decision"
+            )
         folder = shipped
     try:
         config = json.loads((folder / "config.json").read_text())

@@ -53,25 +53,29 @@ class Candidate:
         return speedup_interval(np.array([(one.tokens, one.seconds, other.tokens, other.seconds) for one, other in laps]))
 
 
+def resampled_sums(table_KF: NDArray[Any]) -> NDArray[Any]:
+    """Return the sums of a table's columns, `[1 + X, F]`: of its rows as they are, then of X resamples of them."""
+    count = len(table_KF)
+    drawn_XK = np.random.default_rng(0).integers(count, size=(_RESAMPLES, count))
+    weights_XK = np.stack([np.bincount(drawn_K, minlength=count) for drawn_K in drawn_XK])
+    return np.asarray(np.vstack([np.ones(count), weights_XK]) @ table_KF)
+
+
+def interval_of(figures_X: NDArray[Any]) -> tuple[float, float, float]:
+    """Return a figure and its 95 % bootstrap interval, from the figure itself and those of resamples."""
+    low, high = np.quantile(figures_X[1:], [0.025, 0.975])
+    return float(figures_X[0]), float(low), float(high)
+
+
 def speedup_interval(table_K4: NDArray[Any]) -> tuple[float, float, float]:
     """Return a speed-up and its 95 % interval, resampling rows: tokens and seconds of one setting, and of the baseline."""
-    sums_4X = np.maximum(table_K4[_picks(len(table_K4))].sum(1), 1e-9).T
-    return _interval(sums_4X[0] / sums_4X[1] / (sums_4X[2] / sums_4X[3]))
+    sums_4X = np.maximum(resampled_sums(table_K4), 1e-9).T
+    return interval_of(sums_4X[0] / sums_4X[1] / (sums_4X[2] / sums_4X[3]))
 
 
 def mean_interval(values_K: NDArray[Any]) -> tuple[float, float, float]:
     """Return a mean and its 95 % interval, resampling values: such as differences of two settings on each prompt."""
-    return _interval(values_K[_picks(len(values_K))].mean(1))
-
-
-def _picks(count: int) -> NDArray[np.int64]:
-    drawn_XK = np.random.default_rng(0).integers(count, size=(_RESAMPLES, count))
-    return np.vstack([np.arange(count), drawn_XK])  # the rows as they were come first
-
-
-def _interval(figures_X: NDArray[Any]) -> tuple[float, float, float]:
-    low, high = np.quantile(figures_X[1:], [0.025, 0.975])
-    return float(figures_X[0]), float(low), float(high)
+    return interval_of(resampled_sums(values_K[:, None])[:, 0] / len(values_K))
 
 
 def schedule(rivals: int) -> Iterator[tuple[int, int]]:

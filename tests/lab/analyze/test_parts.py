@@ -10,6 +10,7 @@ from torch import Tensor
 from polydraft.lab.analyze._distributions import read
 from polydraft.lab.analyze.comparison import GREEDY, TOP, WITH_REPLACEMENT, WITHOUT_REPLACEMENT, clustered_mean, drawing_of
 from polydraft.lab.charts import Curve, Point, line_chart
+from polydraft.lab.estimate import Estimate
 from polydraft.lab.theory import acceptance, hybrid_optimum, with_replacement_optimum
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.verify import SCHEMES, Hybrid, Naive
@@ -86,7 +87,7 @@ def test_reading_side_by_side_in_pieces_is_reading_alone(
 
 
 def test_a_chart_rises_with_its_figures() -> None:
-    rising = [Point(0.5, 0.2), Point(1.0, 0.4, 0.05), Point(2.0, 0.7)]
+    rising = [Point(0.5, 0.2), Point(1.0, Estimate(0.4, 0.35, 0.45)), Point(2.0, 0.7)]
     curves = [
         Curve("α* kind & co", "kind", [Point(0.5, 0.8)], best=True),
         Curve("a", "kind", rising),
@@ -98,6 +99,7 @@ def test_a_chart_rises_with_its_figures() -> None:
     assert len(lines) == 3, "two pieces and a line of the legend"
     assert places[0][0] < places[1][0] and places[0][1] > places[1][1]
     words = {text.text for text in picture.iter(f"{SVG}text")}
+    assert len([line for line in picture.iter(f"{SVG}line") if line.get("class") == "thin kind-1"]) == 3, "a bar with its ends"
     assert {"α* kind & co", "a", "b", "kind", "other", "T", "α", "0.5", "1", "2"} <= words
     assert ElementTree.fromstring(line_chart([], across="T", up="α")).tag == f"{SVG}svg"
 

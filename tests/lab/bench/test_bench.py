@@ -1,13 +1,15 @@
 import errno
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from polydraft.engine.stats import PHASES
 from polydraft.errors import UsageError
 from polydraft.lab.bench._results import summarise
-from polydraft.lab.bench._runner import Journal, Measurement, Runner
+from polydraft.lab.bench._runner import EnergyBlock, Journal, Measurement, Runner
 from polydraft.lab.bench.method import METHODS, Bench, Method, MethodSpec, Token
 from polydraft.lab.bench.report.values import speedup, speedup_verdict
 from polydraft.lab.bench.session import BenchOptions, BenchSession
@@ -92,10 +94,12 @@ def test_texts_side_by_side_are_those_of_single_ones(
     (alone, figures), (together, counted) = found
     assert alone == together
     for name in methods:
-        for key in ("tokens_per_pass", "acceptance_rate", "acceptance_by_depth", "accepted_share", "winning_branches"):
+        for key in ("acceptance_by_depth", "winning_branches"):
             assert counted[name][key] == figures[name][key], (name, key)
-        assert counted[name]["categories"]["a"]["tokens_per_pass"] == figures[name]["categories"]["a"]["tokens_per_pass"]
-    assert counted["mcsd:2x1"]["categories"]["a"]["acceptance_rate"] is None, "figures of a whole batch are of no category"
+        for key in ("tokens_per_pass", "acceptance_rate", "accepted_share", "accepted_per_pass"):
+            assert counted[name][key] == figures[name][key], (name, key)
+            assert counted[name]["categories"]["a"][key] == figures[name]["categories"]["a"][key], (name, key)
+    assert counted["mcsd:2x1"]["categories"]["a"]["acceptance_rate"] is not None, "texts of a batch are counted one by one"
 
 
 def test_a_method_that_fails_in_a_batch_is_recorded_and_the_others_go_on(
@@ -266,6 +270,43 @@ def test_speed_up_is_over_all_prompts_with_medians_of_repeats() -> None:
     figures = summarise(runs, ["ar", "x"], None)
     assert figures["x"]["speedup"] == pytest.approx(2) and figures["x"]["tokens_per_second"] == pytest.approx(20 / 3)
     assert figures["x"]["speedup_low"] == pytest.approx(2) and figures["x"]["identical"] is None
+
+
+def test_every_figure_has_an_interval_over_prompts() -> None:
+    def counted(number: int) -> Measurement:
+        accepts, offers = [8 + number % 2, 4], [10, 8]
+        stats = {
+            "rounds": 10, "accepts": accepts, "offers": offers, "accepted_tokens": sum(accepts), "path_tokens": 20,
+            "wins": [6 + number % 2, 2], "win_tokens": [9, 3], "seconds": dict.fromkeys((*PHASES, "total"), 0.0),
+        }  # fmt: skip
+        one = measurement("x", f"p{number}", 0, 1.0 + number % 2)
+        return replace(one, passes=[place // 2 for place in range(10)], stats=stats, log_likelihood=-3.0)
+
+    blocks = [EnergyBlock(method="x", block=block, tokens=10, seconds=1.0, joules=5.0 + block / 2) for block in range(3)]
+    figures = summarise(map(counted, range(8)), ["x"], None, blocks)["x"]
+    assert figures["log_likelihood_by_prompt"] == pytest.approx([-0.3] * 8)
+    for name, value in (
+        ("tokens_per_second", 20 / 3), ("tokens_per_pass", 2), ("acceptance_rate", 12.5 / 18), ("accepted_per_pass", 1.25),
+        ("accepted_share", 12.5 / 20), ("joules_per_token", 0.55), ("log_likelihood_per_token", -0.3),
+    ):  # fmt: skip
+        assert figures[name] == pytest.approx(value)
+        assert figures[f"{name}_low"] - 1e-9 <= value <= figures[f"{name}_high"] + 1e-9
+    assert figures["acceptance_rate_low"] < 12.5 / 18 < figures["acceptance_rate_high"]
+    assert figures["acceptance_by_depth"] == pytest.approx([0.85, 0.5])
+    assert figures["acceptance_by_depth_low"][0] < 0.85 < figures["acceptance_by_depth_high"][0]
+    first, second = figures["winning_branches"]
+    assert first["share"] + second["share"] == pytest.approx(1) and second["accepted"] == pytest.approx(1.5)
+    assert first["share_low"] < first["share"] < first["share_high"]
+    few = summarise(map(counted, range(5)), ["x"], None)["x"]
+    assert few["tokens_per_pass"] == 2 and few["tokens_per_pass_low"] is None and few["acceptance_by_depth_low"] == [None, None]
+
+
+def test_a_method_can_be_measured_again_as_another_arm(invoke, tiny: str, prompt_file: str, tmp_path: Path) -> None:
+    code, _, err = bench(invoke, tiny, prompt_file, tmp_path / "out", "--methods", "ar ar,graphs=no sd:2 ar,arm=2 sd:2,arm=2")
+    assert code == 0, err
+    methods = json.loads((tmp_path / "out" / "results.json").read_text())["methods"]
+    assert list(methods) == ["ar", "ar,graphs=no", "sd:2", "ar,arm=2", "sd:2,arm=2"]
+    assert methods["ar,arm=2"]["identical"] == 4 and methods["ar,arm=2"]["speedup"] > 0
 
 
 @pytest.mark.parametrize(("prompts", "marked"), [(1, False), (5, False), (6, True)])

@@ -28,10 +28,14 @@ def test_improved_is_measured_again(
     assert code == 0, err
     text = (tmp_path / "out" / "reproduction.md").read_text()
     rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| 0 | ")]
-    dynamic = next(row for row in rows if row[1].startswith("dynamic tree"))
-    assert "–" not in dynamic[5:], "it may find that drafting does not pay, but it decodes"
+    dynamic = next(row for row in rows if row[2].startswith("dynamic tree"))
+    assert "–" not in dynamic[3:5], "it may find that drafting does not pay, but it decodes"
+    chains = [row for row in rows if row[2].startswith("SD, ") and row[1] in ("eager", "captured")]
+    assert len(chains) == 2 and all(row[-1].endswith("× |") for row in chains), "eq. 1's improvement factor is printed"
     assert any("**lossy**" in row[1] for row in rows)
-    for drawing in ("figure-3-t0.svg", "figure-5.svg", "figure-6.svg"):
+    assert "| speed at T=0: target-initialised, MCSD, SD, plain decoding |" in text and "no interval" in text
+    assert "Plain decoding against itself, as a second arm: " in text
+    for drawing in ("figure-3-t0.svg", "figure-3-length-t0.svg", "figure-5-t0.svg", "figure-6.svg"):
         assert (tmp_path / "out" / drawing).read_text().startswith("<svg") and drawing in text
     results = json.loads((tmp_path / "out" / "spec_bench-t0" / "results.json").read_text())
     fork = results["methods"]["fork:6x5"]

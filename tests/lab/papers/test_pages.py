@@ -135,7 +135,7 @@ def test_kept_figures_are_few_and_of_the_papers_runs(name: str) -> None:
     assert set(results) <= set(runs)
     for run, found in results.items():
         known = runs[run]
-        assert found["rows"] if isinstance(known, DistributionRun) else set(found["methods"]) <= set(known.methods), run
+        assert found["rows"] if isinstance(known, DistributionRun) else set(found["methods"]) <= set(known.arms), run
 
 
 @each_paper

@@ -41,6 +41,8 @@ class Row:
     """Of the acceptance, over prompts; None with a single prompt."""
     optimum: float | None
     """α*: the most that any exact verifier could accept of drafts drawn like that; None where the drawing is not known."""
+    optimum_standard_error: float | None
+    """Of the optimum, over prompts."""
     gap: float | None
     """α* − α."""
     gap_standard_error: float | None
@@ -49,12 +51,13 @@ class Row:
     """How the drafts are drawn."""
     paper_bound: float | None = None
     """What the paper prints for α*, which for distinct drafts belongs to another drawing."""
+    paper_bound_standard_error: float | None = None
 
     def as_dict(self, *, paper_bound: bool) -> dict[str, Any]:
         """Return the fields by name, the paper's bound only if asked for."""
         fields = asdict(self)
         if not paper_bound:
-            del fields["paper_bound"]
+            del fields["paper_bound"], fields["paper_bound_standard_error"]
         return fields
 
 
@@ -133,11 +136,12 @@ class Comparison:
         value_R = self._over_rows(lambda one, other: acceptance(scheme, one, other, count, generator=generator).value_R)
         drawing = drawing_of(scheme)
         mean, error = clustered_mean(value_R, self._distributions.prompt_R)
-        optimum = gap = gap_error = None
+        optimum = optimum_error = gap = gap_error = None
         if drawing is not None:
             optimum_R = self._optimum(drawing.optimum, count)
-            optimum = float(optimum_R.mean())
+            optimum, optimum_error = clustered_mean(optimum_R, self._distributions.prompt_R)
             gap, gap_error = clustered_mean(optimum_R - value_R, self._distributions.prompt_R)
+        bound, bound_error = self._published(drawing, count)
         return Row(
             scheme=name,
             drafts=count,
@@ -145,16 +149,18 @@ class Comparison:
             acceptance=mean,
             standard_error=error,
             optimum=optimum,
+            optimum_standard_error=optimum_error,
             gap=gap,
             gap_standard_error=gap_error,
             drawing=None if drawing is None else drawing.name,
-            paper_bound=self._published(drawing, count),
+            paper_bound=bound,
+            paper_bound_standard_error=bound_error,
         )
 
-    def _published(self, drawing: Drawing | None, count: int) -> float | None:
+    def _published(self, drawing: Drawing | None, count: int) -> tuple[float | None, float | None]:
         if not self._paper_bound or drawing is None or drawing.published is None:
-            return None
-        return float(self._optimum(drawing.published, count).mean())
+            return None, None
+        return clustered_mean(self._optimum(drawing.published, count), self._distributions.prompt_R)
 
     def _optimum(self, optimum: Optimum, count: int) -> Tensor:
         """Compute an optimum once for all schemes that share it."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from polydraft.errors import UsageError
 from polydraft.lab.analyze.comparison import Row
 from polydraft.lab.charts import Curve, Point, line_chart
+from polydraft.lab.estimate import Estimate
 from polydraft.output import write_text
 
 _REMEDY = "free some space or choose another --out, and run again"
@@ -87,7 +88,7 @@ def curves(sweep: Sweep, rows: Sequence[Row]) -> list[Curve]:
         if best:
             result.append(Curve(f"α* {kind}", kind, [Point(x, y) for x, y in sorted(best.items())], best=True))
         result += [
-            Curve(name, kind, [Point(sweep.place(row), row.acceptance, row.standard_error) for row in group])
+            Curve(name, kind, [Point(sweep.place(row), Estimate.of_mean(row.acceptance, row.standard_error)) for row in group])
             for name, group in schemes.items()
         ]
     return result

@@ -33,9 +33,11 @@ _BEAM_NUMBERS = {"draft_width": int, "draft_depth": int, "width_threshold": floa
 
 @METHODS.register("ar")
 def plain(spec: MethodSpec, bench: Bench) -> Method:
-    """Plain autoregressive decoding on our engine, the baseline."""
-    spec.take_nothing()
-    return _decoded(spec, bench, LoadOptions(tree="none"))
+    """Plain autoregressive decoding on our engine, the baseline; with ``,graphs=no`` without CUDA graphs."""
+    if spec.argument:
+        raise UsageError(f"method {spec.text!r} takes no argument; write {spec.name}")
+    given = spec.read([option for option in method_options(grams=False) if option.name == "graphs"])
+    return _decoded(spec, bench, LoadOptions(tree="none", **given))
 
 
 @METHODS.register("auto")
@@ -67,8 +69,11 @@ def dynamic(spec: MethodSpec, bench: Bench) -> Method:
 
 @METHODS.register("target-init")
 def target_init(spec: MethodSpec, bench: Bench) -> Method:
-    """Keep the longest of several chains behind tokens of the target, as improved-MCSD does. Lossy: ``target-init:16x5``."""
-    spec.take()
+    """Keep the longest of several chains behind tokens of the target, as improved-MCSD does. Lossy: ``target-init:16x5``.
+
+    With its decision models: ``,decision=hidden`` (P_T1) or ``,decision=distribution`` (P_T2).
+    """
+    spec.take("decision", "stop_below")
     return _decoded(spec, bench, _options(spec, bench, tree=f"fork:{spec.argument or '16x5'}", lossy="target-init"))
 
 
@@ -211,7 +216,7 @@ def _measured(spec: MethodSpec, bench: Bench, decoder: Decoder, parents: tuple[i
     method = _streamed(spec, bench, decoder.stream, parents, comparable=decoder.lossless, sampling=bench.params)
     longest = bench.longest_prompt + bench.max_new_tokens
 
-    def generate_batch(prompts: list[list[int]], seed: int) -> tuple[list[list[Token]], Stats]:
+    def generate_batch(prompts: list[list[int]], seed: int) -> tuple[list[list[Token]], list[Stats]]:
         # A decoder of its own, because its memories, which a GPU's decoder keeps, are as large as the batch. Rows have random
         # numbers of their own: with equal seeds a text is the one that it is alone.
         seeds = [seed] * len(prompts)
@@ -219,7 +224,9 @@ def _measured(spec: MethodSpec, bench: Bench, decoder: Decoder, parents: tuple[i
         texts: list[list[Token]] = [[] for _ in prompts]
         for event in stream:
             texts[event.row].append(Token(event.token_id, event.source, event.round))
-        return texts, stream.stats
+        stats = [one.stats() for one in stream.speculations]
+        stats[0] = replace(stats[0], seconds=stream.stats.seconds, total_seconds=stream.stats.total_seconds)
+        return texts, stats
 
     return replace(
         method,

@@ -4,17 +4,17 @@ import json
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from polydraft.lab.bench import BASELINE
 from polydraft.lab.bench._runner import EnergyBlock, Measurement
 from polydraft.lab.bench.report import write_report
 from polydraft.output import write_text
-from polydraft.tune.contest import speedup_interval
+from polydraft.tune.contest import interval_of, resampled_sums, speedup_interval
 
 _LEAST_PROMPTS = 6
 """With fewer there is no interval: to resample one prompt gives one number, and five may all be faster by chance (one time in
@@ -57,15 +57,20 @@ def _energy(blocks: Sequence[EnergyBlock]) -> dict[str, float | None]:
     """Return joules per token over all blocks, and those of the thriftiest and the costliest block."""
     each = [block.joules / block.tokens for block in blocks if block.tokens]
     if not each:
-        return dict.fromkeys(("joules_per_token", "joules_per_token_low", "joules_per_token_high"))
+        return _bounded("joules_per_token")
     mean = sum(block.joules for block in blocks) / sum(block.tokens for block in blocks)
-    return {"joules_per_token": mean, "joules_per_token_low": min(each), "joules_per_token_high": max(each)}
+    return _bounded("joules_per_token", mean, min(each), max(each))
 
 
 def _likelihoods(measurements: Sequence[Measurement], prompts: Sequence[str]) -> list[float | None]:
     """Return the target's mean log-likelihood per token of the texts after each prompt, for differences between methods."""
-    found = [_likelihood([one for one in measurements if one.prompt == prompt and one.token_ids]) for prompt in prompts]
-    return found if any(value is not None for value in found) else []
+    sums: dict[str, tuple[float, int]] = {}
+    for one in measurements:
+        if one.log_likelihood is not None and not one.error:
+            total, tokens = sums.get(one.prompt, (0.0, 0))
+            sums[one.prompt] = total + one.log_likelihood, tokens + len(one.token_ids)
+    found = {prompt: total / tokens for prompt, (total, tokens) in sums.items() if tokens}
+    return [found.get(prompt) for prompt in prompts] if found else []
 
 
 def write_results(results: dict[str, Any], folder: Path) -> None:
@@ -112,14 +117,15 @@ def _method(
         "tokens": tokens,
         **_speed(prompts, baseline),
         **_acceptance(good),
-        "acceptance_by_depth": _by_depth(good),
+        **_by_depth(good),
         "winning_branches": _winners(good),
         "block_lengths": _block_lengths(good),
         "tokens_by_source": dict(Counter(source for one in good for source in one.sources).most_common()),
         "seconds": _phases(good),
+        "replayed_share": _replayed(good),
         "first_token_seconds": statistics.median(firsts) if firsts else None,
         "peak_memory_bytes": max(peaks) if peaks else None,
-        "log_likelihood_per_token": _likelihood(good),
+        **_ratio("log_likelihood_per_token", ((one.prompt, one.log_likelihood, len(one.token_ids)) for one in good)),
         "identical": _count(found, "identical"),
         "near_tie_differences": _count(found, "near-tie"),
         "differences": _count(found, "different"),
@@ -127,91 +133,117 @@ def _method(
             category: {
                 "prompts": len(ones),
                 **_speed(ones, baseline),
-                **_acceptance([_by_itself(one) for one in good if one.category == category]),
+                **_acceptance([one for one in good if one.category == category]),
             }
             for category, ones in by_category.items()
         },
     }
 
 
-def _by_itself(one: Measurement) -> Measurement:
-    """Leave out figures that a text shares with others of its batch, which may be of another category."""
-    return replace(one, stats=None) if one.stats and one.stats.get("texts", 1) > 1 else one
-
-
-def _likelihood(good: list[Measurement]) -> float | None:
-    """Return the target's mean log-likelihood of the texts, per token."""
-    known = [(one.log_likelihood, len(one.token_ids)) for one in good if one.log_likelihood is not None]
-    return sum(value for value, _ in known) / sum(count for _, count in known) if known else None
-
-
 def _count(found: list[str] | None, kind: str) -> int | None:
     return None if not found else found.count(kind)
 
 
+def _bounded(name: str, value: object = None, low: object = None, high: object = None) -> dict[str, Any]:
+    """Return a figure with the ends of its 95 % interval, in the three fields of `results.json`."""
+    return {name: value, f"{name}_low": low, f"{name}_high": high}
+
+
+def _ratio(name: str, counts: Iterable[tuple[str, float | None, float]]) -> dict[str, Any]:
+    """Return a ratio of two sums and its 95 % interval, resampling prompts.
+
+    Parameters
+    ----------
+    name : str
+    counts : iterable of (prompt, numerator, denominator)
+        Without a numerator where nothing is known.
+    """
+    known = [(prompt, (above, below)) for prompt, above, below in counts if above is not None]
+    (bounded,) = _ratios(known, 1) if known else [None]
+    return _bounded(name) if bounded is None else _bounded(name, *bounded)
+
+
+def _ratios(
+    counts: Sequence[tuple[str, Sequence[float]]], number: int
+) -> list[tuple[float, float | None, float | None] | None]:
+    """Return ratios with their 95 % intervals, resampling prompts: numerators come first, then as many denominators.
+
+    None stands for what was never counted. Few prompts have no interval.
+    """
+    sums: dict[str, NDArray[Any]] = {}
+    for prompt, row in counts:
+        sums[prompt] = sums.get(prompt, 0.0) + np.array(row, dtype=np.float64)
+    sums_XF = resampled_sums(np.stack(list(sums.values())))
+    found: list[tuple[float, float | None, float | None] | None] = []
+    for above_X, below_X in zip(sums_XF.T[:number], sums_XF.T[number:], strict=True):
+        if not below_X[0]:
+            found.append(None)
+            continue
+        some_X = below_X > 0  # a resample may leave out the few prompts that count here
+        value, low, high = interval_of(above_X[some_X] / below_X[some_X])
+        found.append((value, low, high) if len(sums) >= _LEAST_PROMPTS else (value, None, None))
+    return found
+
+
 def _speed(prompts: dict[str, _Prompt], baseline: dict[str, _Prompt]) -> dict[str, float | None]:
-    """Return tokens per second, and the speed-up over the baseline with its 95 % interval, resampling prompts in pairs.
+    """Return tokens per second, and the speed-up over the baseline, resampling prompts in pairs, with 95 % intervals.
 
     Few prompts have no interval.
     """
-    if not prompts:
-        return dict.fromkeys(("tokens_per_second", "speedup", "speedup_low", "speedup_high"))
-    rate = sum(one.tokens for one in prompts.values()) / sum(one.seconds for one in prompts.values())
+    rate = _ratio("tokens_per_second", ((key, one.tokens, one.seconds) for key, one in prompts.items()))
     shared = sorted(prompts.keys() & baseline.keys())
     if not shared:
-        return {"tokens_per_second": rate, "speedup": None, "speedup_low": None, "speedup_high": None}
+        return rate | _bounded("speedup")
     # Columns: tokens and seconds of this method, tokens and seconds of the baseline.
     table = np.array(
         [(prompts[key].tokens, prompts[key].seconds, baseline[key].tokens, baseline[key].seconds) for key in shared]
     )
     ratio, *bounds = speedup_interval(table)
-    low, high = bounds if len(shared) >= _LEAST_PROMPTS else (None, None)
-    return {"tokens_per_second": rate, "speedup": ratio, "speedup_low": low, "speedup_high": high}
+    return rate | _bounded("speedup", ratio, *(bounds if len(shared) >= _LEAST_PROMPTS else ()))
 
 
-def _acceptance(good: list[Measurement]) -> dict[str, float | None]:
-    known = [one for one in good if one.passes is not None]
-    passes = sum(max(one.passes) + 1 for one in known if one.passes)
-    offers, accepts = _offers(good)
+def _acceptance(good: list[Measurement]) -> dict[str, Any]:
+    """Return tokens per pass and both kinds of α; the accepted share is over the lengths of the longest drafted paths."""
+    passes = [(one.prompt, len(one.token_ids), max(one.passes) + 1) for one in good if one.passes]
+    told = [(one.prompt, one.stats) for one in good if one.stats]
     return {
-        "tokens_per_pass": sum(len(one.token_ids) for one in known) / passes if passes else None,
-        "acceptance_rate": sum(accepts) / sum(offers) if sum(offers) else None,
-        "accepted_share": _accepted_share(good),
+        **_ratio("tokens_per_pass", passes),
+        **_ratio("acceptance_rate", ((prompt, sum(one["accepts"]), sum(one["offers"])) for prompt, one in told)),
+        **_ratio("accepted_per_pass", ((prompt, one.get("accepted_tokens"), one["rounds"]) for prompt, one in told)),
+        **_ratio("accepted_share", ((prompt, one.get("accepted_tokens"), one.get("path_tokens", 0)) for prompt, one in told)),
     }
 
 
-def _accepted_share(good: list[Measurement]) -> float | None:
-    """Return accepted tokens over lengths of the longest drafted paths; runs of older versions do not tell."""
-    told = [one.stats for one in good if one.stats and one.stats.get("path_tokens")]
-    return sum(one["accepted_tokens"] for one in told) / sum(one["path_tokens"] for one in told) if told else None
+def _by_depth(good: list[Measurement]) -> dict[str, Any]:
+    """Return α at each depth."""
+    name, told = "acceptance_by_depth", [(one.prompt, one.stats) for one in good if one.stats]
+    depths = max((len(one["offers"]) for _, one in told), default=0)
+    if not depths:
+        return _bounded(name, [], [], [])
+    counts = [(prompt, [*_padded(one["accepts"], depths), *_padded(one["offers"], depths)]) for prompt, one in told]
+    return _bounded(name, *map(list, zip(*(one for one in _ratios(counts, depths) if one), strict=True)))
 
 
-def _winners(good: list[Measurement]) -> list[dict[str, float]]:
+def _padded(counts: Sequence[int], length: int) -> list[int]:
+    return [*counts, *[0] * (length - len(counts))]
+
+
+def _winners(good: list[Measurement]) -> list[dict[str, Any]]:
     """Return for each child of the root how often its path was accepted, and the mean accepted length then."""
-    wins, tokens = Counter[int](), Counter[int]()
-    for one in good:
-        if one.stats:
-            wins.update(dict(enumerate(one.stats.get("wins", ()))))
-            tokens.update(dict(enumerate(one.stats.get("win_tokens", ()))))
-    total = wins.total()
-    return [
-        {"share": wins[branch] / total, "accepted": tokens[branch] / wins[branch] if wins[branch] else 0.0}
-        for branch in sorted(wins)
-        if total
-    ]
+    told = [(one.prompt, one.stats.get("wins", []), one.stats.get("win_tokens", [])) for one in good if one.stats]
+    number = max((len(wins) for _, wins, _ in told), default=0)
+    if not number:
+        return []
+    shares = _ratios([(prompt, [*_padded(wins, number), *[sum(wins)] * number]) for prompt, wins, _ in told], number)
+    lengths = _ratios([(prompt, [*_padded(tokens, number), *_padded(wins, number)]) for prompt, wins, tokens in told], number)
+    pairs = zip(shares, lengths, strict=True)
+    return [_bounded("share", *(share or ())) | _bounded("accepted", *(length or (0.0,))) for share, length in pairs]
 
 
-def _offers(good: list[Measurement]) -> tuple[list[int], list[int]]:
-    offers, accepts = Counter[int](), Counter[int]()
-    for one in good:
-        if one.stats:
-            offers.update(dict(enumerate(one.stats["offers"])))
-            accepts.update(dict(enumerate(one.stats["accepts"])))
-    return [offers[depth] for depth in sorted(offers)], [accepts[depth] for depth in sorted(offers)]
-
-
-def _by_depth(good: list[Measurement]) -> list[float]:
-    return [accepted / offered for offered, accepted in zip(*_offers(good), strict=True) if offered]
+def _replayed(good: list[Measurement]) -> float | None:
+    """Return the share of rounds that ran as captured graphs: speeds of methods are alike where these are."""
+    told = [one.stats for one in good if one.stats and one.stats.get("rounds")]
+    return sum(one.get("replayed_rounds", 0) for one in told) / sum(one["rounds"] for one in told) if told else None
 
 
 def _block_lengths(good: list[Measurement]) -> dict[str, int]:

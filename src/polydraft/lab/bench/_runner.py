@@ -244,12 +244,12 @@ class Runner:
                     progress(found[number] if number < len(found) else None)
 
     def _measure_batch(self, method: Method, pairs: Sequence[tuple[Prompt, list[int]]], repeat: int) -> list[Measurement]:
-        """Decode some prompts side by side; the first one's measurement holds the figures of all."""
+        """Decode some prompts side by side; the first one's measurement holds the time of all."""
         if method.generate_batch is None:
             return [self._measure(method, *pair, repeat) for pair in pairs]
         start = synchronised_clock(self._device)
         texts: list[list[Token]] = []
-        stats: Stats | None = None
+        stats: Sequence[Stats | None] = [None]
         error: str | None = None
         try:
             texts, stats = method.generate_batch([token_ids for _, token_ids in pairs], self.seed + repeat)
@@ -265,10 +265,10 @@ class Runner:
                 tokens,
                 repeat=repeat,
                 seconds=seconds,
-                stats=_figures(stats) | {"texts": len(pairs)} if stats is not None and number == 0 else None,
+                stats=_figures(counted) if counted is not None else None,
                 error=error,
             )
-            for number, (pair, tokens) in enumerate(zip(pairs, texts, strict=error is None))
+            for pair, tokens, counted in zip(pairs, texts, stats, strict=error is None)
         ]
 
     def _schedule(self) -> Iterator[tuple[int, int, Method]]:

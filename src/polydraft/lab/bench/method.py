@@ -54,8 +54,9 @@ class Method:
     """As the user wrote it."""
     generate: Callable[[list[int], int], Tokens]
     """`(prompt, seed) -> tokens`, to the end of the text (an end-of-text token included) or `max_new_tokens`."""
-    generate_batch: Callable[[list[list[int]], int], tuple[list[list[Token]], Stats]] | None = None
-    """The same for several prompts side by side, with the figures of all; None for methods that take one at a time."""
+    generate_batch: Callable[[list[list[int]], int], tuple[list[list[Token]], list[Stats]]] | None = None
+    """The same for several prompts side by side, with what was counted of each text and, in the first one's, the time that all
+    took; None for methods that take one at a time."""
     parents: tuple[int, ...] | None = None
     """Shape of a static draft tree, for the report."""
     warm_up: Callable[[], Any] | None = None
@@ -66,7 +67,10 @@ class Method:
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method as the user writes it: ``name``, ``name:argument``, each with ``,option=value`` behind."""
+    """A method as the user writes it: ``name``, ``name:argument``, each with ``,option=value`` behind.
+
+    Every method takes ``,arm=NAME``, which means nothing but makes it another one: what is listed again is measured again.
+    """
 
     text: str
     name: str
@@ -84,6 +88,7 @@ class MethodSpec:
             if not separator:
                 raise UsageError(f"method {text!r}: {pair!r} is not an option with a value; write name:argument,option=value")
             options[key] = value
+        options.pop("arm", None)
         return cls(text, name, argument, options)
 
     def take(self, *allowed: str) -> dict[str, str]:

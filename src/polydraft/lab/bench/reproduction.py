@@ -6,12 +6,14 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polydraft.defaults import default_draft
 from polydraft.devices import captures
 from polydraft.errors import UsageError, unknown_name
 from polydraft.lab.analyze.analysis import Analysis
 from polydraft.lab.analyze.settings import AnalyzeSettings
 from polydraft.lab.bench.diff import load_results
 from polydraft.lab.bench.meters import machine
+from polydraft.lab.bench.method import MethodSpec
 from polydraft.lab.bench.options import BenchOptions
 from polydraft.lab.bench.session import BenchSession, Models
 from polydraft.lab.bench.shards import Shard, merge_shards
@@ -21,7 +23,7 @@ from polydraft.models.fingerprint import digest_of
 from polydraft.models.placement import resolve_device
 from polydraft.options import AUTO
 from polydraft.output import check_folder, read_settings, write_text
-from polydraft.papers.decision import SHIPPED_DECISIONS
+from polydraft.papers.decision import shipped_decision
 
 _ROWS = "analysis.json"
 RunBench = Callable[[BenchSession, Path], dict[str, Any]]
@@ -102,9 +104,10 @@ class Reproduction:
         return BenchOptions(**{**self._options, **chosen, **fixed})
 
     def _methods(self, run: Run) -> tuple[str, ...]:
-        """Return the methods of a run, without those that need a decision model where none ships with the draft."""
-        ships = self._options["draft"] in (AUTO, *SHIPPED_DECISIONS)
-        return tuple(one for one in run.methods if ships or "decision=auto" not in one)
+        """Return the methods of a run, without those that need a decision model that does not ship with the draft."""
+        draft = default_draft(self._options["target"]) if self._options["draft"] == AUTO else self._options["draft"]
+        wanted = {one: MethodSpec.parse(one).options.get("decision") for one in run.arms}
+        return tuple(one for one, kind in wanted.items() if kind is None or shipped_decision(draft, kind) is not None)
 
     def _source(self, run: Run | DistributionRun) -> str:
         """Return the file of a run's prompts, or the one source that the user gave for all."""
@@ -129,7 +132,7 @@ class Reproduction:
             source=self._source(run),
             categories=run.categories if whole_set else (),
             limit=options["limit"] if "limit" in self._given else self.size.prompts,
-            max_new_tokens=options["max_new_tokens"] if "max_new_tokens" in self._given else self.size.tokens,
+            max_new_tokens=options["max_new_tokens"] if "max_new_tokens" in self._given else self.size.answer_tokens,
             positions=self.size.positions,
             batch_size=self.size.batch,
             temperatures=run.temperatures,

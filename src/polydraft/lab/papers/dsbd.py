@@ -3,7 +3,8 @@
 import numpy as np
 
 from polydraft.lab.charts import Drawing, scatter
-from polydraft.lab.papers.paper import PAPERS, UNKNOWN, Comparison, Paper, Results, Run, text_of
+from polydraft.lab.estimate import Estimate, verdict
+from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
 from polydraft.tune.contest import mean_interval
 
 _MULTINOMIAL = "ar"
@@ -55,43 +56,25 @@ _QUALITY, _SPEED = "spec_bench-t1", "speed-t1"
 _LEAST_PROMPTS = 6
 """With fewer there is no interval."""
 _COLUMNS = [
-    *("method", "log-likelihood/token", "minus multinomial's (95 %)", "tokens/pass", "tokens/s"),
-    *("J/token (blocks)", "peak memory, GiB", "speed-up (95 %)"),
+    *("method", "log-likelihood/token", "minus multinomial's", "tokens/pass", "tokens/s"),
+    *("J/token", "peak memory, GiB", "speed-up"),
 ]
 _WHAT = (
     "Log-likelihoods are means over all prompts and seeds; differences are paired by prompt. Joules are read over blocks of "
-    "seconds, with the least and the most of three blocks. Peak memory is the whole process's, all methods' captured rounds "
-    "included. Methods with a star are not in the paper: there, what the target has predicted before drafts too."
+    "seconds; their brackets hold the least and the most of three blocks. Peak memory is the whole process's, all methods' "
+    "captured rounds included. Methods with a star are not in the paper: there, what the target predicted before drafts too."
 )
 _NO_JOULES = "Energy was not read."
 
-Figure = tuple[float, float | None, float | None]
-"""A figure with the ends of its interval, if it has one."""
 
-
-def _spread(results: Results, method: str, key: str) -> Figure | None:
-    """Return a timed figure with the ends that were measured with it."""
-    value, low, high = (results.get_figure(_SPEED, method, f"{key}{end}") for end in ("", "_low", "_high"))
-    return None if value is None else (value, low, high)
-
-
-def _difference(results: Results, method: str, base: str) -> Figure | None:
+def _difference(results: Results, method: str, base: str) -> Estimate | None:
     """Return by how much a method's texts are likelier per token than another's after the same prompts."""
     one, other = (results.figures(_QUALITY, name).get("log_likelihood_by_prompt", []) for name in (method, base))
-    pairs = [(a, b) for a, b in zip(one, other, strict=False) if a is not None and b is not None]
-    if not pairs:
+    differences = [a - b for a, b in zip(one, other, strict=False) if a is not None and b is not None]
+    if not differences:
         return None
-    value, low, high = mean_interval(np.array([a - b for a, b in pairs]))
-    return (value, low, high) if len(pairs) >= _LEAST_PROMPTS else (value, None, None)
-
-
-def _said(figure: Figure | None, form: str = "{:.2f}") -> str:
-    """Write a figure with its interval; a dash where there is none."""
-    if figure is None:
-        return "–"
-    value, *ends = figure
-    low, high = (None if end is None else form.format(end) for end in ends)
-    return form.format(value) if low is None or high is None or low == high else f"{form.format(value)} ({low} to {high})"
+    value, low, high = mean_interval(np.array(differences))
+    return Estimate(value, low, high) if len(differences) >= _LEAST_PROMPTS else Estimate(value)
 
 
 def _row(name: str, results: Results, method: str) -> list[str]:
@@ -100,12 +83,12 @@ def _row(name: str, results: Results, method: str) -> list[str]:
     return [
         name,
         results.text(_QUALITY, method, "log_likelihood_per_token", digits=3),
-        "–" if method == _MULTINOMIAL else _said(_difference(results, method, _MULTINOMIAL), "{:+.3f}"),
+        "–" if method == _MULTINOMIAL else text_of(_difference(results, method, _MULTINOMIAL), digits=3),
         results.text(_QUALITY, method, "tokens_per_pass"),
         results.text(_SPEED, method, "tokens_per_second"),
-        _said(_spread(results, method, "joules_per_token")),
+        results.text(_SPEED, method, "joules_per_token"),
         text_of(None if memory is None else memory / 2**30),
-        _said(_spread(results, method, "speedup"), "{:.2f}×"),
+        results.text(_SPEED, method, "speedup", "×"),
     ]
 
 
@@ -146,60 +129,10 @@ def _pareto(results: Results) -> Comparison:
         runs=(_QUALITY, _SPEED),
         columns=_COLUMNS,
         ours=[_row(name, results, method) for name, method in _ALL.items()],
+        published_note="SQuAD and Spider, Llama-2-13B and others; the figures print no numbers, the text states the claim",
+        published=[["at equal quality DSBD is 1.5 to 1.9 times as fast as beam sampling, with 1.8 to 2.5 times less energy"]],
         remark=_WHAT if joules else f"{_WHAT} {_NO_JOULES}",
         drawings=drawings,
-    )
-
-
-def _verdict(one: Figure | None, other: Figure | None) -> str:
-    """Say whether a figure is above another: only where their intervals do not overlap."""
-    if one is None or other is None:
-        return UNKNOWN
-    (_, low, high), (_, other_low, other_high) = one, other
-    if low is None or high is None or other_low is None or other_high is None:
-        return "no interval"
-    return "yes" if low > other_high else "**no**" if high < other_low else "not distinguishable"
-
-
-def _claim(results: Results, width: int) -> list[str]:
-    """Return a row on the paper's main claim: the fastest dynamic widths that reach this beam sampling's likelihood."""
-    base = _BEAMS[width]
-    compared = {label: _difference(results, method, base) for label, method in _DYNAMIC.items()}
-    known = {label: figure for label, figure in compared.items() if figure is not None}
-    if not known:
-        return [f"W={width}", *["–"] * 4, UNKNOWN]
-    good = [label for label, figure in known.items() if figure[0] >= 0]
-    if not good:
-        nearest = max(known, key=lambda label: known[label][0])
-        holds = _verdict(known[nearest], (0.0, 0.0, 0.0))
-        return [f"W={width}", f"none; nearest {nearest}", _said(known[nearest], "{:+.3f}"), "–", "–", holds]
-    found = max(good, key=lambda label: results.get_figure(_SPEED, _DYNAMIC[label], "speedup") or 0.0)
-    ratios = [_ratio(results, _DYNAMIC[found], base, key) for key in ("speedup", "joules_per_token")]
-    holds = _verdict(*(_spread(results, method, "speedup") for method in (_DYNAMIC[found], base)))
-    return [f"W={width}", found, _said(known[found], "{:+.3f}"), *ratios, holds]
-
-
-def _ratio(results: Results, method: str, base: str, key: str) -> str:
-    """Write by which factor a method is better."""
-    one, other = (results.get_figure(_SPEED, name, key) for name in (method, base))
-    if one is None or not other:
-        return "–"
-    return text_of(other / one if key == "joules_per_token" else one / other, "×")
-
-
-def _claims(results: Results) -> Comparison:
-    return Comparison(
-        key="main-claim",
-        title="The main claim: beam sampling's quality at less cost",
-        runs=(_QUALITY, _SPEED),
-        columns=["beam sampling", "fastest DSBD as likely", "likelihood, DSBD − beams (95 %)", "speed", "energy", "faster"],
-        ours=[_claim(results, width) for width in (2, 3, 4)],
-        published_note="SQuAD and Spider, Llama-2-13B and others; Figures 4 and 5 print no numbers, the text states the claim",
-        published=[["at equal quality DSBD is 1.5 to 1.9 times as fast as beam sampling, with 1.8 to 2.5 times less energy"]],
-        remark=(
-            "A setting is as likely where the paired difference is at least 0. *Yes* and *no* need speed-ups over plain "
-            "decoding whose intervals do not overlap or, where no setting is as likely, a difference whose interval is below 0."
-        ),
     )
 
 
@@ -248,27 +181,52 @@ def _table_2(results: Results) -> Comparison:
 
 
 def _tables(results: Results) -> list[Comparison]:
-    return [_pareto(results), _claims(results), _table_1(results), _table_2(results)]
+    return [_pareto(results), _table_1(results), _table_2(results)]
 
 
 _METHODS = tuple(dict.fromkeys((*_ALL.values(), *_OF_ONE_CACHE.values())))
 
 
 def _orderings(results: Results) -> list[list[str]]:
-    rows = []
-    for width in (2, 3, 4):
-        _, found, difference, speed, _, holds = _claim(results, width)
-        said = f"{found}: likelihood {difference}, speed {speed}"
-        rows.append([f"faster than beam sampling of width {width} at its likelihood", said, holds])
+    rows = [row for width in (2, 3, 4) for row in _at_equal_quality(results, width)]
     label, method = next(iter(_OF_ONE_CACHE.items()))
-    likely, other_likely = (_difference(results, one, _MULTINOMIAL) for one in (method, _SPECINFER))
-    said = f"{label} {_said(likely, '{:+.3f}')}, SpecInfer {_said(other_likely, '{:+.3f}')} beside multinomial sampling"
-    rows.append(["with one cache, likelier texts than SpecInfer's", said, _verdict(likely, other_likely)])
-    for what, key, form in (("faster", "speedup", "{:.2f}×"), ("less energy", "joules_per_token", "{:.2f} J")):
-        one, other = (_spread(results, name, key) for name in (method, _BEAMS[5]))
-        said = f"{label} {_said(one, form)}, W=5 {_said(other, form)}"
-        holds = _verdict(one, other) if key == "speedup" else _verdict(other, one)
-        rows.append([f"with one cache, {what} than beam sampling of width 5", said, holds])
+    likely = [_difference(results, one, _MULTINOMIAL) for one in (method, _SPECINFER)]
+    claim = "with one cache, likelier texts than SpecInfer's, each beside multinomial sampling's"
+    rows.append(ordering(claim, (label, likely[0]), ("SpecInfer", likely[1])))
+    for claim, key, base, name in (
+        ("with one cache, 1.53 times as fast as beam sampling of width 5", "speedup", _BEAMS[5], "W=5"),
+        ("with one cache, 1.54 times less energy than beam sampling of width 5", "joules_per_token", _BEAMS[5], "W=5"),
+        ("with one cache, about as fast as SpD", "speedup", _SPECULATIVE, "SpD"),
+    ):
+        pair = [(label, results.estimate(_SPEED, method, key)), (name, results.estimate(_SPEED, base, key))]
+        pair = pair[::-1] if key == "joules_per_token" else pair
+        rows.append(ordering(claim, *pair, digits=2, alike=base == _SPECULATIVE))
+    return rows
+
+
+def _at_equal_quality(results: Results, width: int) -> list[list[str]]:
+    """Return the rows of the main claim: the fastest dynamic widths that reach this beam sampling's likelihood."""
+    base, beams = _BEAMS[width], f"beam sampling of width {width}"
+    claims = {
+        "speedup": f"1.5 to 1.9 times as fast as {beams}, at its likelihood",
+        "joules_per_token": f"1.8 to 2.5 times less energy than {beams}, at its likelihood",
+    }
+    compared = {label: _difference(results, method, base) for label, method in _DYNAMIC.items()}
+    known = {label: figure for label, figure in compared.items() if figure is not None}
+    if not known:
+        return [ordering(claim, ("DSBD", None), (f"W={width}", None)) for claim in claims.values()]
+    best = max(known, key=lambda label: known[label])
+    if known[best] < 0:
+        holds = verdict([known[best], Estimate.exactly(0.0)])
+        said = f"none of the settings is as likely; nearest is {best}, by {text_of(known[best], digits=3)}"
+        return [[claim, said, holds, ""] for claim in claims.values()]
+    good = [label for label, figure in known.items() if figure >= 0]
+    found = max(good, key=lambda label: results.get_figure(_SPEED, _DYNAMIC[label], "speedup") or 0.0)
+    why = f"the fastest setting that is as likely; its likelihood, minus beams': {text_of(known[found], digits=3)}"
+    rows = []
+    for key, claim in claims.items():
+        pair = [(found, results.estimate(_SPEED, _DYNAMIC[found], key)), (f"W={width}", results.estimate(_SPEED, base, key))]
+        rows.append(ordering(claim, *(pair if key == "speedup" else pair[::-1]), digits=2, why=why))
     return rows
 
 

@@ -1,28 +1,39 @@
-"""*Improving Multi-candidate Speculative Decoding*: Tables 1 and 2, Figures 3 to 6."""
+"""*Improving Multi-candidate Speculative Decoding*: Tables 1 and 2, Figures 3 to 6, eq. 1."""
 
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from polydraft.lab.charts import Drawing, curves, grouped_columns
+from polydraft.lab.estimate import Estimate
 from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
+from polydraft.lab.theory import improvement_factor
 
 _DEPTH, _WIDTH, _FIGURE_3_WIDTH = 5, 16, 6
-_WIDTHS = (1, 2, 4, 8, 16, 24)
-_TIMED_WIDTHS = (4, 16, 24)
-_SHIPPED = ",decision=auto"
+_WIDTHS = (1, 2, 3, 4, 6, 8, 10, 12, 16, 20, 21, 24)
+_TIMED_WIDTHS = (1, 2, 4, 8, 10, 16, 21, 24)
 _TEMPERATURES = (0.0, 1.0)
 _SETS = {"alpaca": "Alpaca", "spec_bench": "spec_bench"}
+_EAGER = ",graphs=no"
+"""Target-initialised trees and decision models cannot be captured as CUDA graphs, so what they are compared with is not."""
 
 
-def _lossy(width: int) -> str:
-    return f"target-init:{width}x{_DEPTH}"
+def _lossy(width: int, decision: str = "") -> str:
+    return f"target-init:{width}x{_DEPTH}{decision}"
 
 
-def _fork(width: int, decision: str = "") -> str:
-    return f"fork:{width}x{_DEPTH}{decision}"
+def _with_hidden(width: int) -> str:
+    return _lossy(width, ",decision=hidden")
 
 
-def _fork_decided(width: int) -> str:
-    return _fork(width, _SHIPPED)
+def _with_distribution(width: int) -> str:
+    return _lossy(width, ",decision=distribution")
+
+
+def _fork(width: int) -> str:
+    return f"fork:{width}x{_DEPTH}"
+
+
+def _eager_fork(width: int) -> str:
+    return _fork(width) + _EAGER
 
 
 _SD, _MCSD = "sd:5,scheme=speculative,walk=node", "mcsd:4x2x2x1x1,scheme=rrs-wor,walk=node"
@@ -30,19 +41,25 @@ _DYNAMIC = "dynamic:64"
 _TABLE = {
     "SD, γ = 5": _SD,
     "MCSD, 4x2x2x1x1": _MCSD,
-    "fork D = 5, W = 16 below one token of the target, lossless": _fork(_WIDTH),
-    "target-initialised D = 5, W = 16, **lossy** (the paper's method)": _lossy(_WIDTH),
-}
-_TIMED_ONLY = {
-    "the lossless fork with the shipped decision model": _fork_decided(_WIDTH),
-    "dynamic tree, at most 64 nodes, lossless *": _DYNAMIC,
-    "the same with the shipped decision model *": _DYNAMIC + _SHIPPED,
+    "target-initialised D = 5, W = 16, **lossy**": _lossy(_WIDTH),
+    "the same with P_T1 (hidden states), **lossy**, the complete method": _with_hidden(_WIDTH),
+    "the same with P_T2 (probabilities), **lossy**, the complete method": _with_distribution(_WIDTH),
+    "fork D = 5, W = 16 below one token of the target, lossless *": _fork(_WIDTH),
 }
 """The paper's methods, and with a star what it does not run."""
-_BY_WIDTH = tuple(kind(width) for width in sorted({*_WIDTHS, _FIGURE_3_WIDTH}) for kind in (_fork, _lossy))
+_KINDS: dict[str, Callable[[int], str]] = {
+    "target-init": _lossy,
+    "target-init, P_T1": _with_hidden,
+    "target-init, P_T2": _with_distribution,
+    "fork, lossless *": _fork,
+}
+_TIMED_KINDS = {**_KINDS, "fork, lossless *": _eager_fork}
+_BY_WIDTH = tuple(kind(width) for width in sorted({*_WIDTHS, _FIGURE_3_WIDTH}) for kind in _KINDS.values())
 _COUNTED = {"alpaca": tuple(_TABLE.values()), "spec_bench": tuple(dict.fromkeys((*_TABLE.values(), *_BY_WIDTH)))}
-_SPEED = ("ar", *_TABLE.values(), *_TIMED_ONLY.values())
-_SPEED_BY_WIDTH = tuple(kind(width) for width in _TIMED_WIDTHS for kind in (_fork, _fork_decided, _lossy))
+_EAGER_ARMS = tuple(name if name.startswith("target-init") else name + _EAGER for name in _TABLE.values())
+_CAPTURED_ARMS = (_SD, _MCSD, _fork(_WIDTH), _DYNAMIC)
+_SPEED = ("ar", "ar" + _EAGER, *_EAGER_ARMS, *_CAPTURED_ARMS)
+_SPEED_BY_WIDTH = tuple(kind(width) for width in _TIMED_WIDTHS for kind in _TIMED_KINDS.values())
 
 
 def _run(prompts: str, temperature: float) -> str:
@@ -53,32 +70,32 @@ _COUNTED_RUNS = tuple(_run(prompts, temperature) for prompts in _SETS for temper
 _SPEED_RUNS = tuple(f"speed-t{temperature:g}" for temperature in _TEMPERATURES)
 
 
-def _share(name: str, figures: dict[str, Any]) -> float | None:
-    """Return the paper's α: accepted drafts over drafts of a path; the target's own first token is no draft."""
-    value = figures.get("accepted_share")
-    if value is None:
+def _alpha(results: Results, run: str, method: str) -> Estimate | None:
+    """Return the paper's α: accepted drafts per round over D, for every method; the target's own first tokens are no drafts."""
+    accepted = results.estimate(run, method, "accepted_per_pass")
+    if accepted is not None:
+        return accepted.scaled(1 / _DEPTH)
+    share = results.estimate(run, method, "accepted_share")  # what earlier runs kept: over the drafted path
+    if share is None or "decision" in method:
         return None
-    return float(value) * (_DEPTH + 1) / _DEPTH if name.startswith("target-init") else float(value)
+    return share.scaled((_DEPTH + 1) / _DEPTH) if method.startswith("target-init") else share
 
 
 def _acceptance(results: Results) -> Comparison:
     rows = []
     for temperature in _TEMPERATURES:
-        run, timed = _run("spec_bench", temperature), f"speed-t{temperature:g}"
-        for label, name in (_TABLE | _TIMED_ONLY).items():
-            counted = run if name in _TABLE.values() else timed
-            shares = [text_of(_share(name, results.figures(_run(prompts, temperature), name))) for prompts in _SETS]
-            if counted == timed:
-                shares = ["–", text_of(_share(name, results.figures(timed, name))) + " ¹"]
-            figures = [results.text(counted, name, key) for key in ("acceptance_rate", "tokens_per_pass")]
-            rows.append([f"{temperature:g}", label, *shares, *figures, results.text(timed, name, "speedup", "×")])
+        run = _run("spec_bench", temperature)
+        for label, name in _TABLE.items():
+            alphas = [text_of(_alpha(results, _run(prompts, temperature), name)) for prompts in _SETS]
+            figures = [results.text(run, name, key) for key in ("acceptance_rate", "tokens_per_pass")]
+            rows.append([f"{temperature:g}", label, *alphas, *figures])
     return Comparison(
         key="acceptance",
-        title="Tables 1 and 2, Figure 4: acceptance and speed of all methods",
-        runs=(*_COUNTED_RUNS, *_SPEED_RUNS),
-        columns=["T", "method", "α of the paper, Alpaca", "spec_bench", "α per position", "τ", "speed-up"],
+        title="Tables 1 and 2: acceptance of all methods",
+        runs=_COUNTED_RUNS,
+        columns=["T", "method", "α of the paper, Alpaca", "spec_bench", "α per position", "τ"],
         ours=rows,
-        published_note="α; target LLaMA-2-7B-Chat, RTX 4090; Figure 4 prints no numbers but a largest speed-up of 2.96×",
+        published_note="α; target LLaMA-2-7B-Chat, RTX 4090; nothing says how far these figures vary",
         published_columns=["T", "method", "Alpaca", "TriviaQA", "MT-Bench"],
         published=[
             ["0", "SD, γ = 5, draft TinyLlama-1.1B", "0.45", "0.56", "0.43"],
@@ -88,27 +105,71 @@ def _acceptance(results: Results) -> Comparison:
             ["0", "target-initialised, LLaMA-68M", "0.80", "0.86", "0.76"],
             ["1", "target-initialised, LLaMA-68M", "0.75", "0.75", "0.74"],
         ],
-        remark="The paper's α is the longest accepted length over the drafted length. ¹ From the timed prompts. The "
+        remark="The paper's α is the accepted length over D = 5, the same divisor for every method, early stops included. The "
         "target-initialised rule changes the distribution of the text, so its α and speed are not those of lossless decoding; "
-        "the fork below one token of the target is its lossless counterpart. Methods with a star are not in the paper.",
+        "the fork below one token of the target is its lossless counterpart. A star: not in the paper.",
     )
+
+
+def _speed(results: Results) -> Comparison:
+    """Figure 4, and eq. 1 beside what was measured."""
+    arms = {"plain decoding": "ar" + _EAGER, **dict(zip(_TABLE, _EAGER_ARMS, strict=True))}
+    captured = {"plain decoding": "ar", "SD, γ = 5": _SD, "MCSD, 4x2x2x1x1": _MCSD, "fork D = 5, W = 16 *": _fork(_WIDTH)}
+    captured["dynamic tree, at most 64 nodes, lossless *"] = _DYNAMIC
+    rows = []
+    for temperature, run in zip(_TEMPERATURES, _SPEED_RUNS, strict=True):
+        for how, methods in (("eager", arms), ("captured", captured)):
+            for label, name in methods.items():
+                figures = [results.text(run, name, "tokens_per_second", digits=1), results.text(run, name, "speedup", "×")]
+                rows.append([f"{temperature:g}", how, label, *figures, text_of(_predicted(results, run, name), "×")])
+    return Comparison(
+        key="speed",
+        title="Figure 4, eq. 1: speed of all methods, and the improvement factor",
+        runs=_SPEED_RUNS,
+        columns=["T", "rounds", "method", "tokens/s", "speed-up over captured plain decoding", "eq. 1"],
+        ours=rows,
+        published_note="MT-Bench, T=0; the figure prints no numbers, the text states the largest",
+        published=[["up to 2.96 times as fast as plain decoding; 23 % faster than MCSD (TinyLlama), 75 % (LLaMA-68M)"]],
+        remark="Compare eager rounds with eager ones and captured ones with captured ones: on a GPU a captured round pays for "
+        "one launch, an eager one for hundreds. Target-initialised trees and decision models run eagerly only. Eq. 1 is for "
+        "chains: its α per token is counted, its c is what the rounds of this run cost beyond a target pass.",
+    )
+
+
+def _predicted(results: Results, run: str, method: str) -> float | None:
+    """Return eq. 1's improvement factor of a chain, given its acceptance per token and the measured cost of a round."""
+    if not method.startswith("sd:"):
+        return None
+    plain = "ar" + _EAGER if method.endswith(_EAGER) else "ar"
+    rate, own, base = (
+        results.estimate(run, method, "acceptance_rate"),
+        results.estimate(run, method, "tokens_per_second"),
+        results.estimate(run, plain, "tokens_per_second"),
+    )
+    tokens = results.estimate(run, method, "tokens_per_pass")
+    if rate is None or not own or not base or tokens is None:
+        return None
+    draft_cost = max((tokens * base / own - 1) / _DEPTH, 0.0)
+    return improvement_factor(float(rate), _DEPTH, draft_cost)
 
 
 def _paths(results: Results) -> Comparison:
     """Figure 3: which path wins, and how far it goes."""
     pair = {"target-initialised, lossy": _lossy(_FIGURE_3_WIDTH), "fork, lossless": _fork(_FIGURE_3_WIDTH)}
     rows, drawings = [], []
+    paths = {"": [str(path) for path in range(_FIGURE_3_WIDTH)]}
     for temperature in _TEMPERATURES:
-        shares: dict[str, list[float | None]] = {}
+        panels: dict[str, dict[str, list[float | None]]] = {"share": {}, "accepted": {}}
         for label, name in pair.items():
-            found = results.figures(_run("spec_bench", temperature), name).get("winning_branches", [])
-            found = [*found, *[{"share": None, "accepted": None}] * (_FIGURE_3_WIDTH - len(found))][:_FIGURE_3_WIDTH]
+            found = _branches(results, temperature, name)
+            for key, series in panels.items():
+                series[label.split(",")[0]] = [one[key] for one in found]
             cells = (f"{text_of(one['share'])} / {text_of(one['accepted'])}" for one in found)
             rows.append([f"{temperature:g}", label, *cells])
-            shares[label.split(",")[0]] = [one["share"] for one in found]
-        paths = {"path": [str(path) for path in range(_FIGURE_3_WIDTH)]}
-        content = grouped_columns(shares, paths, base=0.0, across="path", up="share of rounds won")
-        drawings.append(Drawing(f"figure-3-t{temperature:g}.svg", f"Figure 3: which path is kept, T={temperature:g}", content))
+        for key, file, up in (("share", "", "share of rounds won"), ("accepted", "-length", "accepted length where it wins")):
+            content = grouped_columns(panels[key], paths, base=0.0, across="path", up=up)
+            caption = f"Figure 3, {'left' if key == 'share' else 'right'}: {up}, by path, T={temperature:g}"
+            drawings.append(Drawing(f"figure-3{file}-t{temperature:g}.svg", caption, content))
     return Comparison(
         key="paths",
         title="Figure 3: how often each of six paths wins, and its accepted length then",
@@ -122,91 +183,135 @@ def _paths(results: Results) -> Comparison:
     )
 
 
+def _branches(results: Results, temperature: float, method: str) -> list[dict[str, Estimate | None]]:
+    """Return share and accepted length of each path; None where not measured."""
+    found = results.figures(_run("spec_bench", temperature), method).get("winning_branches", [])
+    return [*found, *[{"share": None, "accepted": None}] * (_FIGURE_3_WIDTH - len(found))][:_FIGURE_3_WIDTH]
+
+
 def _by_width(results: Results) -> Comparison:
-    """Figure 5, left: width against acceptance."""
-    kinds = {"target-initialised, lossy": _lossy, "fork, lossless": _fork}
-    rows, series = [], {}
+    """Figure 5, left: width against acceptance, of the complete method too."""
+    rows, drawings = [], []
     for temperature in _TEMPERATURES:
-        run = _run("spec_bench", temperature)
-        for label, method in kinds.items():
+        run, series = _run("spec_bench", temperature), {}
+        for label, method in _KINDS.items():
             names = [method(width) for width in _WIDTHS]
-            shares = [_share(name, results.figures(run, name)) for name in names]
-            tokens = [results.get_figure(run, name, "tokens_per_pass") for name in names]
-            pairs = zip(shares, tokens, strict=True)
-            rows.append([f"{temperature:g}", label, *(f"{text_of(one)} / {text_of(other)}" for one, other in pairs)])
-            series[f"{label.split(',')[1].strip()} T={temperature:g}"] = shares
-    content = curves(series, [str(width) for width in _WIDTHS], across="width W", up="α of the paper")
+            series[label] = [_alpha(results, run, name) for name in names]
+            tokens = [results.text(run, name, "tokens_per_pass") for name in names]
+            rows.append([f"{temperature:g}", label, "α", *map(text_of, series[label])])
+            rows.append([f"{temperature:g}", label, "τ", *tokens])
+        content = curves(series, [str(width) for width in _WIDTHS], across="width W", up="α of the paper")
+        file = f"figure-5-t{temperature:g}.svg"
+        drawings.append(Drawing(file, f"Figure 5, left: α of the paper against the width, T={temperature:g}", content))
     return Comparison(
         key="width",
-        title="Figure 5, left: width 1 to 24, α of the paper / tokens per pass",
+        title="Figure 5, left: width 1 to 24, α of the paper and tokens per pass τ",
         runs=tuple(_run("spec_bench", temperature) for temperature in _TEMPERATURES),
-        columns=["T", "tree", *(f"W={width}" for width in _WIDTHS)],
+        columns=["T", "tree", "", *(f"W={width}" for width in _WIDTHS)],
         ours=rows,
         published_note="MT-Bench, RTX 4090; the figure prints no numbers, the text states the claim",
         published=[["α rises with the width up to 12"]],
-        drawings=[Drawing("figure-5.svg", "Figure 5: α of the paper against the width", content)],
+        drawings=drawings,
     )
 
 
 def _speed_by_width(results: Results) -> Comparison:
-    """Figure 5, right, and Figure 6: width against speed, with and without decision model."""
-    kinds = {"target-init, lossy": _lossy, "fork": _fork, "fork, decision model": _fork_decided}
+    """Figure 5, right, and Figure 6: width against speed, with and without decision models, all of it eager."""
     series = {
-        label: [results.get_figure("speed-t0", method(width), "tokens_per_second") for width in _TIMED_WIDTHS]
-        for label, method in kinds.items()
+        label: [results.estimate("speed-t0", method(width), "speedup") for width in _TIMED_WIDTHS]
+        for label, method in _TIMED_KINDS.items()
     }
-    content = curves(series, [str(width) for width in _TIMED_WIDTHS], across="width W", up="tokens per second, T=0")
+    up = "speed-up, eager rounds, T=0"
+    content = curves(series, [str(width) for width in _TIMED_WIDTHS], across="width W", up=up)
     return Comparison(
         key="width-speed",
         title="Figure 5, right, and Figure 6: width against speed, T=0",
         runs=("speed-t0",),
-        columns=["tokens per second", *(f"W={width}" for width in _TIMED_WIDTHS)],
-        ours=[[label, *(text_of(value, digits=1) for value in values)] for label, values in series.items()],
+        columns=[up, *(f"W={width}" for width in _TIMED_WIDTHS)],
+        ours=[[label, *map(text_of, values)] for label, values in series.items()],
         published_note="MT-Bench, RTX 4090; the figures print no numbers, the text states the claims",
         published=[
             ["speed rises with the width up to 10 and drops at 21 (Figure 5)"],
             ["decision models help a little at small widths and cost speed at most others (Figure 6)"],
         ],
-        remark="Decision models and target-initialised trees keep a GPU's rounds from being captured as graphs here, so that "
-        "they pay more for the host than the fork does.",
-        drawings=[Drawing("figure-6.svg", "Figures 5 and 6: tokens per second against the width", content)],
+        remark="All arms run without CUDA graphs, and so like with like; the speed-up is over captured plain decoding.",
+        drawings=[Drawing("figure-6.svg", "Figures 5 and 6: speed against the width", content)],
     )
 
 
 def _tables(results: Results) -> list[Comparison]:
-    return [_acceptance(results), _paths(results), _by_width(results), _speed_by_width(results)]
+    return [_acceptance(results), _speed(results), _paths(results), _by_width(results), _speed_by_width(results)]
 
 
 def _orderings(results: Results) -> list[list[str]]:
-    names = {"target-initialised (lossy)": _lossy(_WIDTH), "MCSD": _MCSD, "SD": _SD}
-    shares = [_share(name, results.figures("spec_bench-t0", name)) for name in names.values()]
-    speeds = {"dynamic": _DYNAMIC, "4x2x2x1x1": _MCSD, "SD": _SD}
-    decided = {"without": _fork(4), "with": _fork_decided(4)}
-    return [
-        ordering("α of the paper at T=0: target-initialised, MCSD, SD", *zip(names, shares, strict=True)),
-        ordering(
-            "speed-up at T=0: dynamic, static tree, chain",
-            *((label, results.get_figure("speed-t0", method, "speedup")) for label, method in speeds.items()),
-            digits=2,
-        ),
-        ordering(
-            "speed-up of a fork of width 4, with a decision model and without (T=0)",
-            *((label, results.get_figure("speed-t0", decided[label], "speedup")) for label in ("with", "without")),
-            digits=2,
-        ),
-    ]
+    return [*_claims_of_acceptance(results), *_claims_of_paths(results), *_claims_of_speed(results)]
+
+
+def _claims_of_acceptance(results: Results) -> list[list[str]]:
+    lossy = "the target-initialised rule is lossy"
+    rows = []
+    for prompts, name in _SETS.items():
+        target, mcsd, chain = (_alpha(results, _run(prompts, 0.0), method) for method in (_lossy(_WIDTH), _MCSD, _SD))
+        three = [("target-initialised", target), ("MCSD", mcsd), ("SD", chain)]
+        rows.append(ordering(f"α at T=0: target-initialised, MCSD, SD ({name})", *three, why=lossy))
+        for percent, draft in ((40, "larger draft, on average"), (164, "smaller draft")):
+            more = None if mcsd is None else mcsd.scaled(1 + percent / 100)
+            claim = f"α at T=0 is {percent} % above MCSD's ({draft}; {name})"
+            why = "no α exceeds 1, so the claim needs an MCSD below 0.38" if percent > 100 else lossy
+            rows.append(ordering(claim, ("target-initialised", target), (f"{1 + percent / 100:g} × MCSD", more), why=why))
+    for temperature in _TEMPERATURES:
+        run = _run("spec_bench", temperature)
+        widths = [(f"W={width}", _alpha(results, run, _lossy(width))) for width in (12, 4, 1)]
+        rows.append(ordering(f"α rises with the width up to 12, T={temperature:g}", *widths))
+        widths = [(f"W={width}", _alpha(results, run, _lossy(width))) for width in (24, 12)]
+        claim = f"α no longer rises beyond a width of 12, T={temperature:g}"
+        rows.append(ordering(claim, *widths, alike=True))
+    return rows
+
+
+def _claims_of_paths(results: Results) -> list[list[str]]:
+    rows = []
+    for temperature in _TEMPERATURES:
+        target, fork = (_branches(results, temperature, kind(_FIGURE_3_WIDTH)) for kind in (_lossy, _fork))
+        claim = f"paths other than the first win more often, T={temperature:g}: share of the first path"
+        rows.append(ordering(claim, ("draft-initialised", fork[0]["share"]), ("target-initialised", target[0]["share"])))
+        for path in range(_FIGURE_3_WIDTH):
+            pair = ("target-initialised", target[path]["accepted"]), ("draft-initialised", fork[path]["accepted"])
+            rows.append(ordering(f"path {path} accepts more, T={temperature:g}", *pair, digits=2))
+    return rows
+
+
+def _claims_of_speed(results: Results) -> list[list[str]]:
+    def speeds(names: Sequence[tuple[str, str]]) -> list[tuple[str, Estimate | None]]:
+        return [(label, results.estimate("speed-t0", method, "speedup")) for label, method in names]
+
+    eager = "all arms eager"
+    four = [("target-initialised", _lossy(_WIDTH)), ("MCSD", _MCSD + _EAGER), ("SD", _SD + _EAGER), ("plain", "ar" + _EAGER)]
+    target, mcsd, *_ = (value for _, value in speeds(four))
+    rows = [ordering("speed at T=0: target-initialised, MCSD, SD, plain decoding", *speeds(four), digits=2, why=eager)]
+    for percent, draft in ((23, "larger draft, on average"), (75, "smaller draft")):
+        more = None if mcsd is None else mcsd.scaled(1 + percent / 100)
+        pair = ("target-initialised", target), (f"{1 + percent / 100:g} × MCSD", more)
+        rows.append(ordering(f"speed at T=0 is {percent} % above MCSD's ({draft})", *pair, digits=2, why=eager))
+    for claim, widths in (
+        ("speed rises with the width up to 10 (T=0)", (10, 4, 1)),
+        ("speed drops at a width of 21 (T=0)", (16, 21)),
+    ):
+        found = speeds([(f"W={width}", _lossy(width)) for width in widths])
+        rows.append(ordering(claim, *found, digits=2, why=eager))
+    for label, kind in (("P_T1", _with_hidden), ("P_T2", _with_distribution)):
+        narrow = speeds([("with", kind(1)), ("without", _lossy(1))])
+        rows.append(ordering(f"{label} speeds up a narrow tree, W=1 (T=0)", *narrow, digits=2, why=eager))
+        wide = speeds([("without", _lossy(_WIDTH)), ("with", kind(_WIDTH))])
+        rows.append(ordering(f"{label} slows down a wide tree, W=16 (T=0)", *wide, digits=2, why=eager))
+    return rows
 
 
 IMPROVED = Paper(
     title="Improving Multi-candidate Speculative Decoding",
     runs=(
         *(
-            Run(
-                name=_run(prompts, temperature),
-                prompts=prompts,
-                temperature=temperature,
-                methods=_COUNTED[prompts],
-            )
+            Run(name=_run(prompts, temperature), prompts=prompts, temperature=temperature, methods=_COUNTED[prompts])
             for prompts in _SETS
             for temperature in _TEMPERATURES
         ),
@@ -217,7 +322,7 @@ IMPROVED = Paper(
             methods=tuple(dict.fromkeys((*_SPEED, *_SPEED_BY_WIDTH))),
             timed=True,
         ),
-        Run(name="speed-t1", prompts="spec_bench", temperature=1.0, methods=("ar", *_TABLE.values(), _DYNAMIC), timed=True),
+        Run(name="speed-t1", prompts="spec_bench", temperature=1.0, methods=_SPEED, timed=True),
     ),
     tables=_tables,
     orderings=_orderings,
@@ -225,8 +330,10 @@ IMPROVED = Paper(
         (label, f"speed-t{temperature}", method)
         for temperature in (0, 1)
         for label, method in (
-            ("lossless fork", _fork(_WIDTH)),
-            ("target-initialised, **lossy**", _lossy(_WIDTH)),
+            ("lossless fork *", _fork(_WIDTH)),
+            ("target-initialised, **lossy**, eager", _lossy(_WIDTH)),
+            ("MCSD, eager", _MCSD + _EAGER),
+            ("plain decoding, eager", "ar" + _EAGER),
             ("dynamic tree *", _DYNAMIC),
         )
     ),

@@ -5,12 +5,14 @@ A page is written by hand, but for what stands between `<!-- KEY -->` and `<!-- 
 
 import json
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from polydraft.lab.charts import Drawing
-from polydraft.lab.papers.paper import UNKNOWN, Comparison, Paper, Results, table, text_of
+from polydraft.lab.estimate import Verdict
+from polydraft.lab.papers.paper import Comparison, Paper, Results, table
 
 FILE = "reproduction.md"
 """All tables of a reproduction, in its folder."""
@@ -19,17 +21,19 @@ _KEPT = (
     "prompts",
     "tokens_per_pass",
     "acceptance_rate",
+    "accepted_per_pass",
     "accepted_share",
     "acceptance_by_depth",
     "log_likelihood_per_token",
     "log_likelihood_by_prompt",
 )
-_KEPT_OF_TIME = (
-    *("tokens_per_second", "speedup", "speedup_low", "speedup_high", "peak_memory_bytes"),
-    *("joules_per_token", "joules_per_token_low", "joules_per_token_high"),
-)
+_KEPT_OF_TIME = ("tokens_per_second", "speedup", "joules_per_token", "replayed_share", "peak_memory_bytes")
 _KEPT_OF_CATEGORIES = ("tokens_per_pass", "speedup")
 _BRANCHES = 8
+CLAIMS = "claims"
+"""Mark of the table of what a paper says."""
+_CLAIM_COLUMNS = ("what it says", "here, 95 % interval", "holds", "why")
+_INTERVALS = "In brackets: 95 % intervals, by resampling prompts."
 
 
 def keep(results: Mapping[str, Any], *, timed: bool) -> dict[str, Any]:
@@ -39,13 +43,12 @@ def keep(results: Mapping[str, Any], *, timed: bool) -> dict[str, Any]:
     keys = (*_KEPT, *(_KEPT_OF_TIME if timed else ()))
     methods = {}
     for name, figures in results["methods"].items():
-        kept = {key: _rounded(figures[key]) for key in keys if figures.get(key) not in (None, [])}
+        kept = _chosen(figures, keys)
         if figures.get("winning_branches"):
             kept["winning_branches"] = _rounded(figures["winning_branches"][:_BRANCHES])
         if categories:
             kept["categories"] = {
-                category: {key: _rounded(one[key]) for key in _KEPT_OF_CATEGORIES[: 1 + timed] if one.get(key) is not None}
-                for category, one in figures["categories"].items()
+                category: _chosen(one, _KEPT_OF_CATEGORIES[: 1 + timed]) for category, one in figures["categories"].items()
             }
         methods[name] = kept
     return {
@@ -59,6 +62,12 @@ def keep(results: Mapping[str, Any], *, timed: bool) -> dict[str, Any]:
         },
         "methods": methods,
     }
+
+
+def _chosen(figures: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
+    """Return some figures that are known, with their intervals."""
+    ends = [f"{key}{end}" for key in keys for end in ("", "_low", "_high")]
+    return {key: _rounded(figures[key]) for key in ends if figures.get(key) not in (None, [])}
 
 
 def _rounded(value: Any) -> Any:
@@ -104,6 +113,10 @@ def section(comparison: Comparison, results: Results, drawn_in: str = "") -> lis
     lines = ["**Ours**: not measured yet."]
     if rows := measured(comparison):
         lines = [f"**Ours** ({results.about(*comparison.runs)})", "", *table(comparison.columns, rows)]
+        notes = [*results.meanings(*comparison.runs), results.drift(*comparison.runs)]
+        if any(re.search(r"\d \[", cell) for row in rows for cell in row):
+            notes.append(_INTERVALS)
+        lines += ["", " ".join(filter(None, notes))] if any(notes) else []
         lines += [line for one in comparison.drawings for line in ("", f"![{one.caption}]({drawn_in}{one.file})")]
     if comparison.published:
         lines += ["", f"**Published** ({comparison.published_note})", ""]
@@ -120,6 +133,7 @@ def reproduction(paper: Paper, results: Results) -> str:
         "",
         "The paper's own figures come from other models and machines: compare the pattern, not the numbers.",
     ]
+    lines += ["", "## What it says, and whether it holds", "", *claims(paper, results)]
     for comparison in paper.tables(results):
         lines += ["", f"## {comparison.title}", "", *section(comparison, results)]
     return "\n".join(lines) + "\n"
@@ -145,33 +159,43 @@ def filled(page: str, sections: Mapping[str, Sequence[str]]) -> str:
 
 def page_sections(paper: Paper, results: Results, drawn_in: str) -> dict[str, list[str]]:
     """Return what belongs between the marks of a paper's page."""
-    return {one.key: [f"### {one.title}", "", *section(one, results, drawn_in)] for one in paper.tables(results)}
+    sections = {one.key: [f"### {one.title}", "", *section(one, results, drawn_in)] for one in paper.tables(results)}
+    return sections | {CLAIMS: ["### Its claims, and whether they hold", "", *claims(paper, results)]}
 
 
-def orderings(papers: Mapping[str, tuple[Paper, Results]]) -> list[str]:
-    """Write the table of what papers say is better than what."""
-    rows = [[f"[{name}]({name}.md)", *row] for name, (paper, results) in papers.items() for row in paper.orderings(results)]
-    known, unknown = ([row for row in rows if (row[-1] == UNKNOWN) is missing] for missing in (False, True))
-    said = [f"Not measured yet: {'; '.join(f'{row[0]}, {row[1]}' for row in unknown)}."] if unknown else []
-    return [*table(["paper", "what it reports", "here", "holds"], known), "", *said]
+def claims(paper: Paper, results: Results) -> list[str]:
+    """Write the table of a paper's claims."""
+    return table(_CLAIM_COLUMNS, paper.orderings(results))
+
+
+def all_claims(papers: Mapping[str, tuple[Paper, Results]]) -> list[str]:
+    """Count the claims of each paper by what was found, and write down those that do not hold."""
+    counts, failed = [], []
+    for name, (paper, results) in papers.items():
+        link, rows = f"[{name}]({name}.md)", paper.orderings(results)
+        found = Counter(row[2] for row in rows)
+        counts.append([link, str(len(rows)), *(str(found[kind]) for kind in Verdict)])
+        failed += [[link, *row[:2], row[3]] for row in rows if row[2] == Verdict.NO]
+    columns = ["paper", "claims", *(kind.value.strip("*") for kind in Verdict)]
+    none = ["No claim is refuted by figures with intervals that do not overlap."]
+    told = table(["paper", *_CLAIM_COLUMNS[:2], "why"], failed) if failed else none
+    return [*table(columns, counts), "", "Claims that do not hold here:", "", *told]
 
 
 def contest(papers: Mapping[str, tuple[Paper, Results]]) -> list[str]:
     """Write the table of all papers' methods on the same prompts, machine and target."""
-    rows = []
-    abouts = set()
+    rows, abouts, notes = [], set[str](), set[str]()
     for name, (paper, results) in papers.items():
         for label, run, method in paper.contest:
             if not results.figures(run, method):
                 continue
-            low, high = (results.get_figure(run, method, key) for key in ("speedup_low", "speedup_high"))
-            interval = f" ({low:.2f}–{high:.2f})" if low is not None and high is not None else ""
             temperature = f"{results[run]['settings']['temperature']:g}"
             cells = [results.text(run, method, key) for key in ("tokens_per_pass", "tokens_per_second", "joules_per_token")]
-            speedup = text_of(results.get_figure(run, method, "speedup"), "×") + interval
+            speedup = results.text(run, method, "speedup", "×")
             rows.append([f"[{name}]({name}.md)", label, temperature, f"`{method}`", *cells, speedup])
-            abouts.add(results.about(run))
-    columns = ["paper", "method", "T", "as a benchmark method", "tokens per pass", "tokens/s", "J/token", "speed-up (95 %)"]
+            abouts.add(f"{results.about(run)}.")
+            notes |= {*results.meanings(run), results.drift(run)}
+    columns = ["paper", "method", "T", "as a benchmark method", "tokens per pass", "tokens/s", "J/token", "speed-up"]
     if not rows:
         return ["Not measured yet."]
-    return [*(f"{about}." for about in sorted(abouts)), "", *table(columns, rows)]
+    return [*sorted(abouts), *sorted(filter(None, notes)), "", *table(columns, rows)]

@@ -7,8 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from polydraft.lab.bench import BASELINE
 from polydraft.lab.charts import Drawing
+from polydraft.lab.estimate import Estimate, bounds, verdict, with_intervals
 from polydraft.registry import Registry
+
+REPEATED = f"{BASELINE},arm=2"
+"""Plain decoding once more, in every timed run: by how much the machine's speed varies where nothing else does."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +32,11 @@ class Run:
     """Whether texts are drawn with several seeds, because their quality is compared."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further options of the benchmark; those that the user gives take precedence."""
+
+    @property
+    def arms(self) -> tuple[str, ...]:
+        """All methods that are measured; where speed counts, plain decoding once more."""
+        return (*self.methods, REPEATED) if self.timed and BASELINE in self.methods else self.methods
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +63,9 @@ class Size:
     timed_prompts: int
     timed_tokens: int
     positions: int
-    """Of one `DistributionRun`, for each temperature."""
+    """Of one `DistributionRun`, for each temperature, as far as the answers are long enough."""
+    answer_tokens: int
+    """Most tokens of an answer there."""
     seeds: int = 1
     """Of runs whose texts are compared."""
     energy_seconds: float = 0.0
@@ -61,12 +73,27 @@ class Size:
 
 
 SIZES = {
-    "smoke": Size(prompts=2, tokens=4, batch=2, timed_prompts=1, timed_tokens=4, positions=4),
-    "page": Size(prompts=60, tokens=48, batch=64, timed_prompts=6, timed_tokens=48, positions=256, seeds=5, energy_seconds=3.0),
+    "smoke": Size(prompts=2, tokens=4, batch=2, timed_prompts=1, timed_tokens=4, positions=4, answer_tokens=4),
+    "page": Size(
+        prompts=240,
+        tokens=48,
+        batch=64,
+        timed_prompts=30,
+        timed_tokens=48,
+        positions=5000,
+        answer_tokens=256,
+        seeds=3,
+        energy_seconds=3.0,
+    ),
 }
 """`smoke` tries everything in a minute or a few; `page` is what the pages in docs/papers show."""
 LARGE_TARGET = "inflated:7b"
 """Target of timed runs on a GPU: the bundled model's texts at the cost of 7B parameters."""
+MEANINGS = {
+    LARGE_TARGET: f"`{LARGE_TARGET}` has the layers and so the cost of a Llama of 7B parameters, but computes the logits of "
+    "the bundled 135M model: acceptance is that of the small pair, time and energy are those of a 7B target with a small draft."
+}
+"""What names of targets mean, said wherever they occur."""
 
 
 class Results(dict[str, dict[str, Any]]):
@@ -74,18 +101,27 @@ class Results(dict[str, dict[str, Any]]):
 
     def figures(self, run: str, method: str) -> dict[str, Any]:
         """Return all figures of a method; none where it was not measured."""
-        found: dict[str, Any] = self.get(run, {}).get("methods", {}).get(method, {})
-        return found
+        return with_intervals(self.get(run, {}).get("methods", {}).get(method, {}))
 
     def get_figure(self, run: str, method: str, key: str, category: str | None = None) -> float | None:
-        """Return a figure, overall or of one category; None where it was not measured."""
+        """Return a figure, overall or of one category, an `Estimate`; None where it was not measured."""
+        return self.estimate(run, method, key, category)
+
+    def estimate(self, run: str, method: str, key: str, category: str | None = None) -> Estimate | None:
+        """Return the same for those who compute with its interval."""
         figures = self.figures(run, method)
         value = (figures if category is None else figures.get("categories", {}).get(category, {})).get(key)
-        return None if value is None else float(value)
+        return value if value is None or isinstance(value, Estimate) else Estimate(value)
 
     def text(self, run: str, method: str, key: str, unit: str = "", digits: int = 2) -> str:
-        """Write a figure for a table; a dash where there is none."""
+        """Write a figure with its interval for a table; a dash where there is none."""
         return text_of(self.get_figure(run, method, key), unit, digits)
+
+    def drift(self, *runs: str) -> str:
+        """Say what plain decoding gains over itself in timed runs; nothing where that was not measured."""
+        found = {run: self.get_figure(run, REPEATED, "speedup") for run in runs}
+        said = [f"{text_of(value, '×')} in {run}" for run, value in found.items() if value is not None]
+        return f"Plain decoding against itself, as a second arm: {', '.join(said)}." if said else ""
 
     def about(self, *runs: str) -> str:
         """Say which models, machine and prompts runs used; runs that differ in prompts alone share a sentence."""
@@ -98,9 +134,15 @@ class Results(dict[str, dict[str, Any]]):
                 how += f", {settings['repeat']} seeds" if settings.get("repeat", 1) > 1 else ""
                 how += f", corpus cache {settings['corpus']}" if "corpus" in settings else ""
                 what = f"{settings['prompts']} prompts of {settings['source']}"
+                what += f" with {settings['positions']} positions" if "positions" in settings else ""
                 if what not in (places := said.setdefault(how, [])):
                     places.append(what)
         return "; ".join(f"{how}, {', '.join(places)}" for how, places in said.items()) or "not measured"
+
+    def meanings(self, *runs: str) -> list[str]:
+        """Explain the names of targets that need it."""
+        targets = {self.get(run, {}).get("settings", {}).get("target") for run in runs}
+        return [meaning for name, meaning in MEANINGS.items() if name in targets]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,25 +177,39 @@ class Paper:
     contest: tuple[tuple[str, str, str], ...] = ()
     """Its methods in the table of all papers: label, timed run and method."""
     orderings: Callable[[Results], list[list[str]]] = lambda results: []
-    """What it says is better than what, what was measured, and whether that holds."""
+    """Its headline claims, all of them, as rows of `ordering`."""
 
 
 PAPERS: Registry[Paper] = Registry("paper")
-UNKNOWN = "not measured"
 
 
 def text_of(value: float | None, unit: str = "", digits: int = 2) -> str:
-    """Write a figure for a table; a dash where there is none."""
-    return "–" if value is None else f"{value:.{digits}f}{unit}"
+    """Write a figure for a table, ``2.52 [2.41, 2.63]``; a dash where there is none."""
+    if value is None:
+        return "–"
+    ends = bounds(value)
+    spread = f" [{ends[0]:.{digits}f}, {ends[1]:.{digits}f}]" if ends is not None and ends[0] < ends[1] else ""
+    return f"{value:.{digits}f}{unit}{spread}"
 
 
-def ordering(claim: str, *figures: tuple[str, float | None], digits: int = 3) -> list[str]:
-    """Say whether figures fall in the order that a paper reports."""
+def ordering(claim: str, *figures: tuple[str, float | None], digits: int = 3, why: str = "", alike: bool = False) -> list[str]:
+    """Return the row of a claim: what the paper says, what was measured, whether that holds, and why.
+
+    Parameters
+    ----------
+    claim : str
+        What the paper says.
+    *figures : (name, figure)
+        Ours, in the order in which the claim has them, the largest first.
+    digits : int
+        Behind the point.
+    why : str
+        What explains our figures.
+    alike : bool
+        Whether the claim is that they do not differ.
+    """
     found = ", ".join(f"{name} {text_of(value, digits=digits)}" for name, value in figures)
-    known = [value for _, value in figures if value is not None]
-    if len(known) < len(figures):
-        return [claim, found, UNKNOWN]
-    return [claim, found, "yes" if known == sorted(known, reverse=True) else "**no**"]
+    return [claim, found, verdict([value for _, value in figures], alike=alike), why]
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -1,0 +1,113 @@
+"""Figures that know their 95 % intervals, and what two or more of them say about a claim."""
+
+import math
+from collections.abc import Mapping, Sequence
+from enum import StrEnum
+from itertools import pairwise
+from typing import Any
+
+_NORMAL = 1.96
+"""Standard errors on either side of a mean that make a 95 % interval."""
+_LOW, _HIGH = "_low", "_high"
+
+
+class Verdict(StrEnum):
+    """What measured figures say about an order that a paper reports."""
+
+    YES = "yes"
+    NO = "**no**"
+    UNDECIDED = "not distinguishable"
+    UNBOUNDED = "no interval"
+    """Measured, but on too few prompts for an interval, or before intervals were kept."""
+    UNKNOWN = "not measured"
+
+
+class Estimate(float):
+    """A measured figure. Wherever a number will do, it is one; what is computed from it has no interval.
+
+    Parameters
+    ----------
+    value : float
+    low, high : float, optional
+        Ends of the 95 % interval; equal for what is known exactly.
+    """
+
+    low: float | None
+    high: float | None
+
+    def __new__(cls, value: float, low: float | None = None, high: float | None = None) -> "Estimate":
+        """Make one."""
+        one = super().__new__(cls, value)
+        one.low, one.high = low, high
+        return one
+
+    @classmethod
+    def exactly(cls, value: float) -> "Estimate":
+        """Return a figure that is known, such as the speed-up of plain decoding over itself."""
+        return cls(value, value, value)
+
+    @classmethod
+    def of_mean(cls, value: float, standard_error: float | None) -> "Estimate":
+        """Return a mean with its normal interval; none where the error is unknown."""
+        if standard_error is None:
+            return cls(value)
+        return cls(value, value - _NORMAL * standard_error, value + _NORMAL * standard_error)
+
+    def scaled(self, factor: float) -> "Estimate":
+        """Return it in other units; a negative factor turns the interval round."""
+        ends = sorted(factor * end for end in (self.low, self.high) if end is not None)
+        return Estimate(factor * self, *ends)
+
+    def minus(self, other: "Estimate") -> "Estimate":
+        """Return a difference, as if both were measured apart; of the same prompts that is more than its interval needs."""
+        mine, others, value = bounds(self), bounds(other), float(self) - float(other)
+        if mine is None or others is None:
+            return Estimate(value)
+        below, above = math.hypot(self - mine[0], others[1] - other), math.hypot(mine[1] - self, other - others[0])
+        return Estimate(value, value - below, value + above)
+
+
+def bounds(value: float | None) -> tuple[float, float] | None:
+    """Return the ends of a figure's interval; None where it has none."""
+    if not isinstance(value, Estimate) or value.low is None or value.high is None:
+        return None
+    return value.low, value.high
+
+
+def verdict(figures: Sequence[float | None], *, alike: bool = False) -> Verdict:
+    """Decide whether figures fall in a reported order, the largest first.
+
+    With `alike` the report is that they do not differ: that can be refuted, and otherwise stays undecided.
+
+    It does where no two neighbours' intervals overlap and all fall as reported, and does not where some pair's intervals do
+    not overlap and fall the other way. That is stricter than a test at 5 %: with equal intervals it asks for 2.8 standard
+    errors of the difference.
+    """
+    if any(value is None for value in figures):
+        return Verdict.UNKNOWN
+    known = [ends for ends in map(bounds, figures) if ends is not None]
+    if len(known) < len(figures):
+        return Verdict.UNBOUNDED
+    if any(later[0] > earlier[1] for place, earlier in enumerate(known) for later in known[place + 1 :]):
+        return Verdict.NO
+    if not all(first[0] > second[1] for first, second in pairwise(known)):
+        return Verdict.UNDECIDED
+    return Verdict.NO if alike else Verdict.YES
+
+
+def with_intervals(figures: Mapping[str, Any]) -> dict[str, Any]:
+    """Return figures of `results.json` whose `_low` and `_high` have become intervals, in lists and nested fields too."""
+    return {
+        key: _joined(value, figures.get(key + _LOW), figures.get(key + _HIGH))
+        for key, value in figures.items()
+        if not key.endswith((_LOW, _HIGH))
+    }
+
+
+def _joined(value: Any, low: Any, high: Any) -> Any:
+    if isinstance(value, Mapping):
+        return with_intervals(value)
+    if isinstance(value, list):
+        ends = zip(low, high, strict=True) if low and high else [(None, None)] * len(value)
+        return [_joined(one, *pair) for one, pair in zip(value, ends, strict=True)]
+    return Estimate(value, low, high) if isinstance(value, float) else value
