@@ -230,7 +230,7 @@ def _at_equal_quality(results: Results, width: int) -> list[list[str]]:
     return rows
 
 
-_SETTINGS = {"top_k": 10, "top_p": 0.8, "log_likelihood": True, "max_new_tokens": 32}
+_SETTINGS = {"top_k": 10, "top_p": 0.8, "log_likelihood": True}
 
 DSBD = Paper(
     title="Dynamic-Width Speculative Beam Decoding for LLM Inference",

@@ -1,8 +1,12 @@
 """*Multi-Branch Self-Drafting for LLM Inference Acceleration*: Table 2, Figures 4 to 8."""
 
+from collections.abc import Callable
+
 from polydraft.lab.charts import Drawing, curves, grouped_columns
+from polydraft.lab.estimate import Estimate
 from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
 
+_PLAIN = Estimate.exactly(1.0)
 _SIZES = (2, 6, 10)
 _USUAL = 6
 _LOOKUP, _SUFFIX, _SPEDE = "lookup", "suffix+corpus", "sd:5"
@@ -114,7 +118,7 @@ def _speed(results: Results) -> Comparison:
         runs=("speed-t0", "speed-t1"),
         columns=["method", *(f"T={one}: {what}" for one in (0, 1) for what in ("tokens/s", "speed-up", "DE"))],
         ours=rows,
-        remark="As printed, rounds are not captured as CUDA graphs, so that method is counted only.",
+        remark="As printed, the method is counted only: our form of its verification goes through the nodes one by one.",
     )
 
 
@@ -235,24 +239,37 @@ def _orderings(results: Results) -> list[list[str]]:
     def efficiency(*names: str) -> tuple[float | None, ...]:
         return tuple(results.get_figure("spec_bench-t0", name, "tokens_per_pass") for name in names)
 
+    def speed(name: str) -> float | None:
+        return results.get_figure("speed-t0", name, "speedup")
+
+    def rate(name: str) -> float | None:
+        return results.get_figure("grid-t0", name, "tokens_per_second")
+
+    def by_size(method: Callable[[int], str], letter: str) -> list[tuple[str, float | None]]:
+        return [(f"{letter}={size}", efficiency(method(size))[0]) for size in reversed(_SIZES)]
+
     both, context, corpus, text = efficiency(*_ABLATION.values())
     printed, printed_context, printed_corpus = efficiency(*_AS_PRINTED.values())
     return [
         ordering(
             "as printed, tokens per pass at T=0: both caches, context alone, none",
-            *(("both", printed), ("context", printed_context), ("none", 1.0)),
+            *(("both", printed), ("context", printed_context), ("none", _PLAIN)),
         ),
         ordering("as printed: context alone, corpus alone (T=0)", ("context", printed_context), ("corpus", printed_corpus)),
         ordering("tokens per pass at T=0: branches, none", ("6×6", both), ("without branches", text)),
         ordering(
-            "tokens per pass at T=0: both caches, context alone, none", ("both", both), ("context", context), ("none", 1.0)
+            "tokens per pass at T=0: both caches, context alone, none", ("both", both), ("context", context), ("none", _PLAIN)
         ),
         ordering("context alone, corpus alone (T=0)", ("context", context), ("corpus", corpus)),
+        ordering("2.0 to 3.2 tokens per pass (T=0)", ("as printed", printed), ("2.0", Estimate.exactly(2.0))),
+        ordering("faster than plain decoding (T=0)", ("exact, 6×6", speed(_PAPER)), ("plain", _PLAIN), digits=2),
+        ordering("faster than SpeDe (T=0)", ("exact, 6×6", speed(_PAPER)), ("SpeDe", speed(_SPEDE)), digits=2),
+        ordering("tokens per pass grow with the length of branches (T=0)", *by_size(lambda size: _branches(_USUAL, size), "L")),
+        ordering("tokens per pass grow with the number of branches (T=0)", *by_size(lambda size: _branches(size, _USUAL), "N")),
         ordering(
-            "speed-up at T=0: Self-Draft, plain decoding",
-            ("Self-Draft", results.get_figure("speed-t0", _PAPER, "speedup")),
-            ("plain", 1.0),
-            digits=2,
+            "throughput falls beyond L = 6 (T=0, N = 6)",
+            *((f"L={length}", rate(_branches(_USUAL, length))) for length in (_USUAL, _SIZES[-1])),
+            digits=1,
         ),
     ]
 
