@@ -178,7 +178,7 @@ def test_the_product_does_not_know_the_laboratory():
 def test_whoever_loads_imports_the_papers(room):
     """The rooms below know papers by their registries only, which importing the package fills."""
     assert "polydraft.papers" in modules_imported(SOURCE / f"{room}.py", at_import(SOURCE / f"{room}.py"))
-    assert [*RIDERS, *LOSSY_TRIES, *LOSSY_DRAFTERS] == ["branches", "flat-blocks", "target-init"]
+    assert [*RIDERS, *LOSSY_TRIES, *LOSSY_DRAFTERS] == ["branches", "drawn-branches", "flat-blocks", "target-init"]
 
 
 @pytest.mark.slow  # a process that imports torch, to show what the test above concludes

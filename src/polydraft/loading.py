@@ -19,7 +19,7 @@ from polydraft.models.int8_copy import NAME as INT8
 from polydraft.models.int8_copy import Int8Copy
 from polydraft.models.loading import Loaded, load_draft, load_given, load_model
 from polydraft.models.placement import DTYPES, TENSOR_PARALLEL, check_device_map, resolve_device, resolve_dtype
-from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, LoadOptions
+from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, SELF_DRAFT, LoadOptions
 from polydraft.papers.decision import DecisionModel, load_decision
 from polydraft.profile import tuned
 
@@ -51,6 +51,7 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
         What it is for: which of a profile's settings stands in for ``"auto"``.
     """
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
+    options.check_used()
     check_device_map(options.device_map, options.device)
     left_open = options.tree == AUTO
     if isinstance(options.target, str):
@@ -104,8 +105,9 @@ def make_decoder(
     `pauses` if nobody asked for this tree: on a CPU, drafting then pauses while it does not pay.
     """
     grams, lossy = options.grams or GramTreeOptions(), options.lossy
-    if lossy == FLAT_BLOCKS:
-        grams, lossy = dataclasses.replace(grams, flat_blocks=True), None
+    if lossy in (FLAT_BLOCKS, SELF_DRAFT):
+        printed = lossy == SELF_DRAFT
+        grams, lossy = grams.as_printed() if printed else dataclasses.replace(grams, flat_blocks=True), None
     dynamic, topology = options.shape
     parts = Parts(
         target=loaded.model,

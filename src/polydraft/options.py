@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from polydraft.trees import DynamicShape, Topology
 
 AUTO = "auto"
-FLAT_BLOCKS = "flat-blocks"
+FLAT_BLOCKS, SELF_DRAFT = "flat-blocks", "self-draft"
 BY_LOAD = "load:"
 """Before a tree: that one, or a smaller one where many rows share rounds."""
 _FIRST = {"heading": "Options"}
@@ -139,7 +139,8 @@ class DrafterOptions:
     stop_below: float = 0.4
     """Threshold of the decision model, 0 to 1."""
     lossy: str | None = None
-    """Use a rule that changes the distribution: target-init (improved MCSD's trees) or flat-blocks (Self-Draft's n-grams)."""
+    """Use a rule that changes the distribution: target-init (improved MCSD's trees), flat-blocks (Self-Draft's verification) or
+    self-draft (all of Self-Draft as printed)."""
     lossless: bool = field(default=True, metadata=_IN_PYTHON)
     """False allows settings that change the distribution of the text, such as ``GramTreeOptions(flat_blocks=True)``."""
 
@@ -233,9 +234,11 @@ class LoadOptions(
         check_drafter(self.drafter, self.walk)
         if self.lossy == FLAT_BLOCKS or (self.grams is not None and self.grams.flat_blocks):
             check_flat_blocks(self.drafter)
-        if self.lossy is not None and self.lossy != FLAT_BLOCKS:
+        if self.lossy == SELF_DRAFT and self.drafter != SELF_DRAFT:
+            raise UsageError(f"--lossy self-draft does not work with drafter {self.drafter!r}; use drafter self-draft")
+        if self.lossy is not None and self.lossy not in (FLAT_BLOCKS, SELF_DRAFT):
             self._check_lossy_rule(self.lossy)
-        if self.grams is not None and self.grams.flat_blocks and self.lossless and self.lossy != FLAT_BLOCKS:
+        if self.grams is not None and self.grams.flat_blocks and self.lossless and self.lossy not in (FLAT_BLOCKS, SELF_DRAFT):
             raise UsageError(
                 "flat_blocks changes the distribution of the text above temperature 0; pass lossless=False to allow that"
             )
@@ -245,6 +248,28 @@ class LoadOptions(
                 f"drafter {self.drafter!r} uses no draft, but draft={draft!r} is given; use {self.drafter}+model, or "
                 "leave the draft out"
             )
+
+    def check_used(self) -> None:
+        """Refuse what would have no effect: options of a draft's tree where none grows, and those of a missing decision model.
+
+        For options as they were asked for, before ``"auto"`` is resolved.
+        """
+        from polydraft.draft.tree_drafter import needs_draft, split_drafter
+
+        if not needs_draft(self.drafter):
+            remedy = f"use {self.drafter}+model, or leave it out" if split_drafter(self.drafter)[0] else "leave it out"
+            for name in ("tree", "scheme", "draft_temperature", "decision"):
+                if (value := getattr(self, name)) not in (AUTO, "none", None):
+                    raise UsageError(
+                        f"{name} {value!r} does not work with drafter {self.drafter!r}, which has no draft; {remedy}"
+                    )
+        if self.decision in (None, "none"):
+            default = LoadOptions.__dataclass_fields__["stop_below"].default
+            if self.stop_below != default:
+                raise UsageError(f"stop_below={self.stop_below} needs a decision model; pass decision too, such as auto")
+        elif self.tree == "none" or BY_LOAD in self.tree:
+            why = "which drafts nothing" if self.tree == "none" else "whose size follows the load"
+            raise UsageError(f"decision {self.decision!r} does not work with tree {self.tree}, {why}; leave one of them out")
 
     def _check_given(self) -> None:
         """Refuse what is for models by name where the target is loaded already, and the other way round."""
@@ -267,7 +292,7 @@ class LoadOptions(
         from polydraft.papers.target_init import check_lossy
 
         if rule not in LOSSY_DRAFTERS:
-            raise unknown_name("lossy rule", rule, [*LOSSY_DRAFTERS, FLAT_BLOCKS])
+            raise unknown_name("lossy rule", rule, [*LOSSY_DRAFTERS, FLAT_BLOCKS, SELF_DRAFT])
         for name in ("scheme", "walk", "drafter", "draft_temperature"):
             if (value := getattr(self, name)) not in (AUTO, None):
                 raise UsageError(f"{name} {value!r} does not work with --lossy {rule}, which has its own; leave it out")
@@ -304,13 +329,27 @@ class NgramOptions:
     no_context: bool = False
     """Run self-draft without its context cache and branches."""
 
-    def grams_asked_for(self) -> "GramTreeOptions":
-        """Return them as options of the drafters, which check them."""
+    def grams_asked_for(self, drafter: str = SELF_DRAFT, lossy: str | None = None) -> "GramTreeOptions":
+        """Return them as options of the drafters, which check them.
+
+        What this drafter does not have is refused, and so is what a lossy rule has of its own.
+        """
         from polydraft.draft import GramTreeOptions, RiderOptions
         from polydraft.ngrams import GramOptions
 
         if self.corpus is not None and self.no_corpus:
             raise UsageError(f"--corpus {self.corpus} and --set corpus=no cannot be combined; leave one out")
+        for name, owners in _OWNERS.items():
+            if getattr(self, name) not in (None, False) and not {*owners} & {*drafter.split("+")}:
+                option = f"{name.removeprefix('no_')}={'no' if name.startswith('no_') else getattr(self, name)}"
+                raise UsageError(f"{option} is for drafter {' or '.join(owners)}, not for {drafter!r}; leave it out")
+        for name, own in (
+            ("ngram_prefix", 1),
+            ("ngram_depth", self.gram or GramOptions().gram),
+            ("branch_seeds", "vocabulary"),
+        ):
+            if lossy == SELF_DRAFT and (value := getattr(self, name)) not in (None, own):
+                raise UsageError(f"{name}={value} does not work with --lossy self-draft, whose paper has {own}; leave it out")
         riders = _given(branches=self.branches, length=self.branch_length, seeds=self.branch_seeds)
         return GramTreeOptions(
             **_given(nodes=self.ngram_nodes, depth=self.ngram_depth),
@@ -319,6 +358,18 @@ class NgramOptions:
             context=not self.no_context,
             corpus=not self.no_corpus,
         )
+
+
+_OF_CONTEXT, _OF_GRAMS = (SELF_DRAFT, "ngram"), (SELF_DRAFT, "ngram", "lookup", "suffix", "corpus")
+_OWNERS = {
+    "ngram_nodes": _OF_GRAMS,
+    "ngram_depth": _OF_GRAMS,
+    "gram": _OF_CONTEXT,
+    "ngram_prefix": _OF_CONTEXT,
+    "corpus": (SELF_DRAFT, "corpus"),
+    **dict.fromkeys(("branches", "branch_length", "branch_seeds", "no_corpus", "no_context"), (SELF_DRAFT,)),
+}
+"""Drafters that have an option of n-grams."""
 
 
 def _given(**options: Any) -> dict[str, Any]:

@@ -50,6 +50,21 @@ USAGE = {
     "a draft width without beams": (["--draft-width", "8"], "--draft-width works only with --beams"),
     "twins without beams": (["--twins"], "--twins works only with --beams"),
     "twins and a draft": (["--beams", "2", "--twins", "--draft", "early-exit:2"], "--twins needs no draft"),
+    "the model alone without beams": (["--set", "model_only=yes"], "--set model_only works only with --beams"),
+    "the model alone with twins": (["--beams", "2", "--twins", "--set", "model_only=yes"], "leave one of them out"),
+    "the model alone without a model": (
+        ["--beams", "2", "--draft", "none", "--set", "model_only=yes"],
+        "model_only needs a draft",
+    ),
+    "draft beams without a draft": (
+        ["--beams", "2", "--draft", "none", "--draft-width", "8"],
+        "--draft-width 8 is for draft beams, and there is no draft",
+    ),
+    "dynamic widths without a draft": (
+        ["--beams", "2", "--draft", "none", "--temperature", "1", "--width-threshold", "0.7"],
+        "--width-threshold 0.7 is for draft beams, and there is no draft",
+    ),
+    "flat blocks": (["--beams", "2", "--lossy", "flat-blocks", "--drafter", "lookup"], "does not apply to beams"),
     "another kind of draft": (["--beams", "2", "--drafter", "self-draft"], "--drafter self-draft does not apply to beams"),
     "a decision model": (["--beams", "2", "--decision", "auto"], "--decision auto does not apply to beams"),
     "draws without beams": (["--set", "draws=iid"], "--set draws works only with --beams"),

@@ -28,6 +28,48 @@ USAGE = {
     "lossy beams": (["--lossy", "target-init", "--beams", "2"], "--lossy target-init does not apply to beams"),
     "flat blocks of no n-grams": (["--lossy", "flat-blocks"], "flat-blocks cannot verify drafter 'auto'; allowed: n-gram"),
     "flat blocks and a tree": (["--lossy", "flat-blocks", "--drafter", "lookup+model"], "cannot verify drafter 'lookup+model'"),
+    "flat blocks and a scheme": (
+        ["--draft", "none", "--lossy", "flat-blocks", "--drafter", "lookup", "--scheme", "rrs-wr"],
+        "scheme 'rrs-wr' does not work with drafter 'lookup', which has no draft; use lookup+model",
+    ),
+    "flat blocks and a decision": (
+        ["--draft", "none", "--lossy", "flat-blocks", "--drafter", "lookup", "--decision", "auto"],
+        "a decision model needs a draft",
+    ),
+    "self-draft as printed without itself": (["--lossy", "self-draft"], "--lossy self-draft does not work with drafter 'auto'"),
+    "self-draft as printed beside a tree": (
+        ["--lossy", "self-draft", "--drafter", "self-draft+model"],
+        "--lossy self-draft does not work with drafter 'self-draft+model'",
+    ),
+    "self-draft as printed by four tokens": (
+        ["--draft", "none", "--lossy", "self-draft", "--drafter", "self-draft", "--set", "ngram_prefix=4"],
+        "ngram_prefix=4 does not work with --lossy self-draft, whose paper has 1",
+    ),
+    "self-draft as printed with beams": (
+        ["--draft", "none", "--lossy", "self-draft", "--drafter", "self-draft", "--beams", "2"],
+        "--drafter self-draft does not apply to beams",
+    ),
+    "branches of lookup": (
+        ["--draft", "none", "--drafter", "lookup", "--set", "branches=6"],
+        "branches=6 is for drafter self-draft, not for 'lookup'",
+    ),
+    "branches of a draft": (["--set", "branches=6"], "branches=6 is for drafter self-draft, not for 'auto'"),
+    "branches of beams": (["--beams", "2", "--set", "branches=6"], "branches=6 is for drafter self-draft"),
+    "a corpus of lookup": (
+        ["--draft", "none", "--drafter", "lookup", "--corpus", "x.grams"],
+        "corpus=x.grams is for drafter self-draft or corpus, not for 'lookup'",
+    ),
+    "a tree of n-grams alone": (
+        ["--draft", "none", "--drafter", "self-draft", "--tree", "4x2"],
+        "tree '4x2' does not work with drafter 'self-draft', which has no draft; use self-draft+model",
+    ),
+    "a tree of nothing": (["--draft", "none", "--drafter", "none", "--tree", "4x2"], "does not work with drafter 'none'"),
+    "a threshold without its model": (["--set", "stop_below=0.2"], "stop_below=0.2 needs a decision model"),
+    "decision without a tree": (["--tree", "none", "--decision", "auto"], "does not work with tree none, which drafts nothing"),
+    "decision with a tree by load": (
+        ["--tree", "load:4x2", "--decision", "auto"],
+        "tree load:4x2, whose size follows the load",
+    ),
     "decision without a draft": (["--draft", "none", "--decision", "auto"], "needs a draft"),
 }
 

@@ -181,6 +181,8 @@ class DraftPredictions:
         The reader's; given with it.
     packs : bool
         See `TargetPredictions`.
+    model_only : bool
+        Ask the reader about every text, whatever the target has predicted.
     """
 
     def __init__(
@@ -191,8 +193,11 @@ class DraftPredictions:
         distribution: DistributionMaker | None = None,
         *,
         packs: bool = False,
+        model_only: bool = False,
     ) -> None:
         assert (reader is None) == (distribution is None)
+        assert reader is not None or not model_only
+        self._model_only = model_only
         self.twins = TwinIndex(prompt)
         self.trusted = 3
         """Twins that share this many last tokens replace the draft; those that share fewer are averaged with it."""
@@ -205,12 +210,19 @@ class DraftPredictions:
         """Who drafts."""
         return "twins" if self._reader is None else self._reader.name
 
+    def learn(self, nodes: Sequence[Node]) -> None:
+        """Take note of nodes that the target has passed."""
+        if not self._model_only:
+            self.twins.add(nodes)
+
     def after(self, nodes: Sequence[Node]) -> Continuations:
         """Return the target's distribution after each node that it has passed, and a guess after the others.
 
         Some beams lie inside the last round's forest, so that what follows them is known. A guess is the target's distribution
         after a twin, the draft's distribution, or the mean of both.
         """
+        if self._model_only:
+            return self._guess(nodes)
         trusted: dict[int, Node] = {}
         hints: dict[int, Node] = {}
         for index, node in enumerate(nodes):

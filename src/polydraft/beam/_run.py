@@ -170,13 +170,14 @@ class BeamRun(ABC):
         with self.stats.clock("prefill"), work.at_work():
             memory = work.target_memory
             memory.context.prefill([prompt[:-1]], reader.observe if reader is not None and reader.reads_features else None)
-            keeps = reader is not None or self.options.twins
+            keeps = self.options.twins or (reader is not None and not self.options.model_only)
             self.target = TargetPredictions(request.target, memory, own, packs=work.packs, keeps=keeps)
             self.draft: DraftPredictions | None = None
             if reader is not None:
                 reader.begin(prompt, root, self.target.tree)
                 drafted = request.distribution(reader, self._best(of_draft=True))
-                self.draft = DraftPredictions(self.target, prompt, reader, drafted, packs=work.packs)
+                alone = self.options.model_only
+                self.draft = DraftPredictions(self.target, prompt, reader, drafted, packs=work.packs, model_only=alone)
             elif self.options.twins:
                 self.draft = DraftPredictions(self.target, prompt)
 
@@ -250,7 +251,8 @@ class BeamRun(ABC):
     def _depth(self) -> int:
         """Layers worth drafting: one more than recent rounds have accepted. It depends on the past alone."""
         room = self.ends.longest - self.length - 1
-        return min(self.options.depth_of_drafts, int(self._reach + 1.5), room)
+        worth = self.options.depth_of_drafts if self.options.model_only else int(self._reach + 1.5)
+        return min(self.options.depth_of_drafts, worth, room)
 
     def _grow(self, depth: int) -> list[ForestLayer]:
         assert self.draft is not None
@@ -261,7 +263,7 @@ class BeamRun(ABC):
         stats, layers = self.stats, launched.layers
         with stats.clock("target"):
             if self.draft is not None:
-                self.draft.twins.add(launched.nodes)
+                self.draft.learn(launched.nodes)
             self.target.collect(launched.nodes, [beam.node for beam in self.beams])
         with stats.clock("verify"):
             steps = self._verify(layers)

@@ -95,6 +95,8 @@ class BeamDecoder:
             if not any(name in known for known in (names, Request.__dataclass_fields__, SamplingParams.__dataclass_fields__)):
                 raise unknown_name("option", name, [*names, "sampling", "max_new_tokens", "seed", "stop", "chat", "cancel"])
         beam = BeamOptions(**{name: value for name, value in options.items() if name in names}).on(self.decoder.target.device)
+        if beam.model_only and self.draft is None:
+            raise UsageError("model_only needs a draft model, and there is none; load one, or leave it out")
         rest: Any = {name: value for name, value in options.items() if name not in names}
         request = Request.from_options(rest)
         if request.keep:

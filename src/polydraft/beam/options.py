@@ -78,6 +78,11 @@ class BeamOptions:
     """Draft beams from what the target predicted after texts with the same ending; needs no draft model.
 
     A draft is ignored."""
+    model_only: bool = False
+    """Draft beams from the draft model alone and always to the full depth, as the paper does.
+
+    Otherwise what the target has predicted already, after the same text or one with the same ending, replaces or corrects the
+    draft's guess, and forests are only one layer deeper than recent rounds have accepted."""
     width_threshold: float | None = None
     """When sampling: keep as many beams per layer as the drafts yield with this probability  [default: a fixed width]."""
     min_width: int | None = None
@@ -111,9 +116,11 @@ class BeamOptions:
         if not abs(self.length_penalty) <= _MOST_PENALTY:
             allowed = f"{-_MOST_PENALTY} to {_MOST_PENALTY}"
             raise UsageError(f"length_penalty={shown(self.length_penalty)} is out of range; allowed: {allowed}")
-        for name in ("twins", "one_cache"):
+        for name in ("twins", "model_only", "one_cache"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"{name}={getattr(self, name)!r}; allowed: True, False")
+        if self.twins and self.model_only:
+            raise UsageError("twins draft without a model and model_only without twins; leave one of them out")
         early: Any = self.early_stopping
         if early not in (True, False, "never"):
             raise UsageError(f"early_stopping={early!r}; allowed: True, False, 'never'")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from polydraft.engine import Decoder, Generation
     from polydraft.sampling import SamplingParams
 
-_EXPERT = ("mode", "draws", "verification", "min_width", "one_cache")
+_EXPERT = ("mode", "draws", "verification", "min_width", "one_cache", "model_only")
 """Fields of beams that `--set` sets."""
 
 
@@ -48,6 +48,7 @@ class BeamChoices:
     draws: str | None = None
     verification: str | None = None
     one_cache: bool = False
+    model_only: bool = False
 
     def given(self) -> dict[str, Any]:
         """Return the options that were given."""
@@ -249,6 +250,11 @@ def _generate_beams(task: Task, beams: BeamChoices) -> None:
         task = dataclasses.replace(task, choices=dataclasses.replace(choices, draft="none"))
     decoder = dataclasses.replace(task.choices, profile="none").decoder()  # which is of trees, not of forests
     beam_decoder = BeamDecoder(decoder)
+    if beam_decoder.draft is None and not options.twins:
+        for name in ("draft_width", "draft_depth", "width_threshold"):
+            if name in beams.given():
+                flag = f"--{name.replace('_', '-')} {getattr(beams, name)}"
+                raise UsageError(f"{flag} is for draft beams, and there is no draft; pass --draft or --twins, or leave it out")
     if task.as_json:
         result = task.run_beams(beam_decoder, options)
         _echo_json(result.texts, result.stats.as_dict(), result.settings, decoder)
@@ -261,7 +267,7 @@ def _generate_beams(task: Task, beams: BeamChoices) -> None:
     if task.compare:
         click.echo("decoding with beams but without drafts first, for comparison ...", err=True)
         plain = BeamDecoder(decoder.replace(drafter=None))
-        baseline = task.run_beams(plain, dataclasses.replace(options, twins=False))
+        baseline = task.run_beams(plain, dataclasses.replace(options, twins=False, model_only=False))
     several = options.num_return_sequences > 1
     result = task.run_beams(beam_decoder, options, None if several else TokenPrinter(console))
     if several:

@@ -218,7 +218,11 @@ class Loading(LoadOptions, NgramOptions, Threads):
         from polydraft.loading import load_with
 
         prepare(self.threads)
-        return load_with(dataclasses.replace(self, grams=self.grams_asked_for()), batch=batch, temperature=temperature)
+        return load_with(
+            dataclasses.replace(self, grams=self.grams_asked_for(self.drafter, self.lossy)),
+            batch=batch,
+            temperature=temperature,
+        )
 
     def for_others(self, who: str) -> dict[str, Any]:
         """Return the options that processes on a cluster load by; refuse those that are not passed on."""

@@ -37,6 +37,9 @@ class RiderOptions:
     """Most tokens of a branch, L of [1]."""
     seeds: str = "prompt"
     """Where the first token of a branch is drawn from: the ``"prompt"``, or the ``"vocabulary"`` as in [1]."""
+    drawn: bool = False
+    """Whether drafts are drawn as the text is, and taught by full branches only, as in [1]; otherwise they are the target's
+    best tokens, and short branches teach, too."""
 
     def __post_init__(self) -> None:
         for name, value, least in (("branches", self.branches, 0), ("branch_length", self.length, 1)):
@@ -102,6 +105,17 @@ class GramTreeOptions:
     def most_nodes(self) -> int:
         """Most candidates per round on any device."""
         return self.nodes or _USUAL_TOKENS
+
+    def as_printed(self) -> "GramTreeOptions":
+        """Return the Self-Draft paper's own method: branches, context cache, retrieval and verification."""
+        return replace(
+            self,
+            flat_blocks=True,
+            nodes=self.nodes or _USUAL_TOKENS,
+            depth=self.caches.gram,
+            riders=replace(self.riders or RiderOptions(), seeds="vocabulary", drawn=True),
+            caches=replace(self.caches, max_prefix=1, branches_only=True),
+        )
 
     def beside_a_tree(self) -> "GramTreeOptions":
         """Return the options of n-grams that share the pass with a draft's tree: further candidates yield next to nothing."""

@@ -87,7 +87,8 @@ class GramTree(Drafter):
             if sizes.riders.branches and policy.hopeless:  # branches cannot pay for themselves here
                 sizes = dataclasses.replace(sizes, riders=RiderOptions(branches=0))
                 policy = self._pacing(sizes, batch_size, target)
-        riders = RIDERS.get("branches")(sizes.riders, target, batch_size) if sizes.riders.branches else Riders()
+        kind = "drawn-branches" if sizes.riders.drawn else "branches"
+        riders = RIDERS.get(kind)(sizes.riders, target, batch_size) if sizes.riders.branches else Riders()
         source = GramSource(self.caches, riders, self.options.caches.gram, batch_size)
         make = TrieBuilder if self.lossless else LOSSY_TRIES.get("flat-blocks")
         return make(source, sizes, self.options, target.device, name, policy)
@@ -118,6 +119,15 @@ class Riders(ByRow):
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
         """Begin anew in some rows."""
+
+    def admit(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Take the parameters that all rows have from now on, and new texts in some of them."""
+
+    def use(self, params: RowParams) -> None:
+        """Take the parameters that the rows have from now on: there are more or fewer of them than before."""
+
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Add newly emitted tokens to the texts."""
 
     def attach(self, tree: DraftTree, uniforms_BX: Tensor) -> DraftTree:
         """Add riders to a pass."""
@@ -298,6 +308,19 @@ class TrieBuilder(Builder):
         """Let the policy compare the round with its plan."""
         if self.policy is not None:
             self.policy.learn(counts, [not idle for idle in self.source.idle])
+
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Take note of new rows."""
+        super().begin(texts, rows, params)
+        self.source.riders.admit(texts, rows, params)
+
+    def use(self, params: RowParams) -> None:
+        """Pass the parameters on to the riders."""
+        self.source.riders.use(params)
+
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Let the riders know the text."""
+        self.source.riders.advance(emitted)
 
     def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
         """Let the riders ride along."""

@@ -32,6 +32,9 @@ class GramOptions:
     """Continuations that the context cache keeps per prefix; the least recently seen one goes first."""
     max_keys: int = 100_000
     """Prefixes that the context cache keeps; the least recently seen one goes first."""
+    branches_only: bool = False
+    """Whether the context cache learns from draft branches alone and stops after a stored continuation, as the paper's does;
+    otherwise it also learns the text, and continues continuations."""
     shared: bool = False
     """Whether all texts share one context cache and learn from each other: only for texts of one owner."""
     max_match: int = 4

@@ -1,7 +1,8 @@
 """The context cache of Self-Draft: what recently followed a few tokens, in the text and in draft branches.
 
-Deviations from the paper, which keys by one token and stops after G tokens: prefixes of several lengths are kept, the longest
-is asked first, and a continuation is itself continued as long as the cache knows how.
+Deviations from the paper, which keys by one token, learns from branches alone and stops after G tokens: the text is learnt,
+too, prefixes of several lengths are kept, the longest is asked first, and a continuation is itself continued as long as the
+cache knows how. `GramOptions(branches_only=True, max_prefix=1)` has none of them.
 
 References
 ----------
@@ -65,7 +66,7 @@ class GramTables:
     """Tables for prefixes of 1 to `max_prefix` tokens."""
 
     def __init__(self, options: GramOptions) -> None:
-        self._gram = options.gram
+        self._gram, self._chains = options.gram, not options.branches_only
         keys = max(options.max_keys // options.max_prefix, 1)
         self._tables = [GramTable(keys, options.entries_per_key) for _ in range(options.max_prefix)]
 
@@ -106,7 +107,7 @@ class GramTables:
     def _chained(self, tail: Gram, continuation: Gram, length: int) -> Gram:
         """Extend a continuation by what followed its own end."""
         longest = len(self._tables)
-        while len(continuation) < length:
+        while self._chains and len(continuation) < length:
             end = (tail + continuation)[-longest:]
             for prefix in range(len(end), min(_LEAST_CHAIN, longest) - 1, -1):
                 if further := self._tables[prefix - 1].latest(end[-prefix:]):
@@ -131,7 +132,8 @@ class _ContextMemory(GramMemory):
 
     def read(self, tokens: Sequence[int]) -> None:
         text = [*self._tail, *tokens]
-        self._tables.add(text, len(tokens))
+        if not self._options.branches_only:
+            self._tables.add(text, len(tokens))
         self._tail = text[-(self._options.max_prefix + self._options.gram - 1) :]
 
     def learn(self, tokens: Sequence[int]) -> None:

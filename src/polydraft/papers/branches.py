@@ -5,7 +5,7 @@ References
 .. [1] Gao et al. 2025, Multi-Branch Self-Drafting for LLM Inference Acceleration, "Multi-branch drafting", Algorithm 1.
 """
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,8 @@ from polydraft.draft.grams import RIDERS, Riders
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel
 from polydraft.models.language_model import round_up
-from polydraft.sampling import NO_TOKEN
+from polydraft.rows import ByRow
+from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams, Warper, draw_one
 from polydraft.transfers import brought
 from polydraft.trees import DraftTree
 
@@ -30,8 +31,9 @@ class Branches(Riders):
     of it depends on the past only. The tensors keep their size and address, so that rounds can be captured: tokens that a
     branch does not have yet are missing nodes.
 
-    Deviation from [1]: drafts are the target's best tokens at any temperature: sampled ones would only make the cache
-    noisier.
+    Deviations from [1]: a branch begins with one random token, not several. Drafts are the target's best tokens at any
+    temperature, because drawn ones only make the cache noisier, and branches teach before they are full; not so those of
+    `DrawnBranches`.
     """
 
     ROW_STATE = ("tokens_BXP", "lengths_B", "seeds_BT", "sizes_B")
@@ -110,8 +112,7 @@ class Branches(Riders):
         batch_size, branches, length = self.tokens_BXP.shape
         if not self._ride:
             return None
-        logits_BXV = self._target.head(features_BNF[:, -branches * length :])
-        drafts_BXP = logits_BXV.argmax(-1).view(batch_size, branches, length)
+        drafts_BXP = self._drafts(self._target.head(features_BNF[:, -branches * length :])).view(batch_size, branches, length)
         report_BX = torch.cat([torch.stack([self.tokens_BXP, drafts_BXP], dim=2).flatten(1), self.lengths_B[:, None]], 1)
         ends_BX1 = self.lengths_B[:, None, None].expand(-1, branches, 1)
         grown_BXP = torch.nn.functional.pad(self.tokens_BXP, (0, 1), value=NO_TOKEN)
@@ -123,6 +124,10 @@ class Branches(Riders):
         self.tokens_BXP.copy_(grown_BXP.where(grows_B[:, None, None], self.tokens_BXP))
         self.lengths_B.add_(grows_B).clamp_(max=length)
         return report_BX
+
+    def _drafts(self, logits_BXV: Tensor) -> Tensor:
+        """Choose the token after each branch token."""
+        return logits_BXV.argmax(-1)
 
     @property
     def _ride(self) -> bool:
@@ -139,3 +144,64 @@ class Branches(Riders):
             branch, drafts = report[start : start + own], report[start + length : start + length + own]
             for stop in range(min(gram, own), own + 1):
                 yield [*branch[max(stop - gram, 0) : stop], drafts[stop - 1]]
+
+
+@RIDERS.register("drawn-branches")
+class DrawnBranches(Branches):
+    """Branches as [1] words them: every draft is drawn as the text's own tokens are, and only full branches teach the cache.
+
+    [1] updates the cache with `k = G` to `L` once branches have their length; shorter branches than G, which it does not speak
+    of, teach what they have.
+    """
+
+    def __init__(self, options: RiderOptions, target: LanguageModel, batch_size: int) -> None:
+        super().__init__(options, target, batch_size)
+        params = RowParams.of(SamplingParams(), batch_size)
+        self._warper = Warper(params, target.vocab_size, [()] * batch_size, target.device)
+        self._uniforms_BX: Tensor | None = None
+
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return what knows the rows' parameters."""
+        return (self._warper,)
+
+    @property
+    def kind(self) -> Hashable:
+        """Captures also depend on the parameters."""
+        return super().kind, self._warper.kind
+
+    @property
+    def num_uniforms(self) -> int:
+        """One per branch for its first token, and one per draft."""
+        return self.options.branches + self.options.most
+
+    def admit(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Take the parameters that all rows have from now on, and new texts in some of them."""
+        self._warper.admit(params, rows, [texts[row] for row in rows])
+
+    def use(self, params: RowParams) -> None:
+        """Take the parameters that the rows have from now on."""
+        self._warper.use(params)
+
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Add newly emitted tokens to the texts, for penalties."""
+        self._warper.advance(emitted)
+
+    def attach(self, tree: DraftTree, uniforms_BX: Tensor) -> DraftTree:
+        """Keep the random numbers of the drafts until there is something to draw from."""
+        self._uniforms_BX = uniforms_BX[:, self.options.branches :]
+        return super().attach(tree, uniforms_BX[:, : self.options.branches])
+
+    def _drafts(self, logits_BXV: Tensor) -> Tensor:
+        assert self._uniforms_BX is not None, "attach() comes first"
+        batch_size, branches, length = self.tokens_BXP.shape
+        # The path to each branch token: its branch, up to itself.
+        earlier_PP = torch.ones(length, length, dtype=torch.bool, device=logits_BXV.device).tril()
+        paths_BXPP = torch.where(earlier_PP, self.tokens_BXP[:, :, None], NO_TOKEN)
+        probs_BXV = self._warper.probs(logits_BXV[..., : self._target.vocab_size], paths_BXPP.flatten(1, 2))
+        drawn_BX = draw_one(probs_BXV.flatten(0, 1), self._uniforms_BX.flatten()).view(batch_size, branches * length)
+        greedy_B1 = torch.tensor(self._warper.params.greedy, device=drawn_BX.device)[:, None]
+        return torch.where(greedy_B1, super()._drafts(logits_BXV), drawn_BX)
+
+    def grams(self, report: Sequence[int], gram: int) -> Iterator[Sequence[int]]:
+        """Read n-grams off full branches."""
+        return super().grams(report, gram) if report[-1] == self.options.length else iter(())

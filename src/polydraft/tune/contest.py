@@ -73,6 +73,11 @@ def speedup_interval(table_K4: NDArray[Any]) -> tuple[float, float, float]:
     return interval_of(sums_4X[0] / sums_4X[1] / (sums_4X[2] / sums_4X[3]))
 
 
+def mean_interval(values_K: NDArray[Any]) -> tuple[float, float, float]:
+    """Return a mean and its 95 % interval, resampling values: such as differences of two settings on each prompt."""
+    return interval_of(resampled_sums(values_K[:, None])[:, 0] / len(values_K))
+
+
 def schedule(rivals: int) -> Iterator[tuple[int, int]]:
     """Yield the rivals and the laps of each round: half as many rivals, twice as many laps."""
     laps = _FIRST_LAPS

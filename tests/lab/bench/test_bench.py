@@ -10,7 +10,7 @@ import torch
 from polydraft.engine.stats import PHASES
 from polydraft.errors import UsageError
 from polydraft.lab.bench._results import summarise
-from polydraft.lab.bench._runner import Journal, Measurement, Runner
+from polydraft.lab.bench._runner import EnergyBlock, Journal, Measurement, Runner
 from polydraft.lab.bench.method import METHODS, Bench, Method, MethodSpec, Token
 from polydraft.lab.bench.report.values import speedup, speedup_verdict
 from polydraft.lab.bench.session import BenchOptions, BenchSession
@@ -258,7 +258,7 @@ def test_a_failed_method_is_named_with_its_reason(invoke, tiny: str, prompt_file
 def measurement(method: str, prompt: str, repeat: int, seconds: float, tokens: int = 10) -> Measurement:
     return Measurement(
         method=method, prompt=prompt, category="a", repeat=repeat, seconds=seconds, first_token_seconds=None,
-        token_ids=[1] * tokens, sources=["target"] * tokens, passes=list(range(tokens)), stats=None, peak_bytes=1, joules=None,
+        token_ids=[1] * tokens, sources=["target"] * tokens, passes=list(range(tokens)), stats=None, peak_bytes=1,
     )  # fmt: skip
 
 
@@ -283,11 +283,11 @@ def test_every_figure_has_an_interval_over_prompts() -> None:
             "wins": [6 + number % 2, 2], "win_tokens": [9, 3], "seconds": dict.fromkeys((*PHASES, "total"), 0.0),
         }  # fmt: skip
         one = measurement("x", f"p{number}", 0, 1.0 + number % 2)
-        return replace(
-            one, passes=[place // 2 for place in range(10)], stats=stats, joules=5.0 + number % 2, log_likelihood=-3.0
-        )
+        return replace(one, passes=[place // 2 for place in range(10)], stats=stats, log_likelihood=-3.0)
 
-    figures = summarise(map(counted, range(8)), ["x"], None)["x"]
+    blocks = [EnergyBlock(method="x", block=block, tokens=10, seconds=1.0, joules=5.0 + block / 2) for block in range(3)]
+    figures = summarise(map(counted, range(8)), ["x"], None, blocks)["x"]
+    assert figures["log_likelihood_by_prompt"] == pytest.approx([-0.3] * 8)
     for name, value in (
         ("tokens_per_second", 20 / 3), ("tokens_per_pass", 2), ("acceptance_rate", 12.5 / 18), ("accepted_per_pass", 1.25),
         ("accepted_share", 12.5 / 20), ("joules_per_token", 0.55), ("log_likelihood_per_token", -0.3),

@@ -80,20 +80,24 @@ def test_the_paper_is_measured_again(
     invoke, roomy: str, prompt_file: str, corpus_file: str, tmp_path: Path, registered: Callable[..., None]
 ) -> None:
     paper = PAPERS.get("self-draft")
-    runs = [run for run in paper.runs if run.name in ("spec_bench-t0", "spec_bench-t1", "speed-t0")]
+    runs = [run for run in paper.runs if run.name in ("spec_bench-t0", "spec_bench-t1", "speed-t0", "grid-t0")]
     small = (tuple(name for name in run.methods if "10x" not in name and "x10" not in name) for run in runs)
     runs = tuple(replace(run, methods=methods) for run, methods in zip(runs, small, strict=True))
     registered(PAPERS, "self-draft", replace(paper, runs=runs))
-    options = ("--target", roomy, "--corpus", corpus_file, "--prompts", prompt_file, "--max-new-tokens", "3", "--raw")
+    options = ("--target", roomy, "--draft", "early-exit:1", "--prompts", prompt_file, "--max-new-tokens", "3", "--raw")
+    options += ("--corpus", corpus_file)
     code, out, err = invoke("bench", "--reproduce", "self-draft", *options, "--out", str(tmp_path / "out"))
     assert code == 0, err
     text = (tmp_path / "out" / "reproduction.md").read_text()
     assert text in out
-    for words in ("Table 2", "code-llama-7b", "Figure 4", "Figures 5 to 7", "Figure 8", "figure-7.svg"):
+    for words in ("Table 2", "code-llama-7b", "Figure 4", "Figures 5 to 7: throughput", "Figure 8", "figure-7.svg", "SpeDe"):
         assert words in text
     for temperature in (0, 1):
         (overall,) = (line for line in text.splitlines() if line.startswith(f"| {temperature} | all of spec_bench |"))
-        assert "–" not in overall
+        assert "–" not in overall and overall.count("|") == 10
+    (ablated,) = (line for line in text.splitlines() if line.startswith("| all of spec_bench |"))
+    assert "–" not in ablated and ablated.count("|") == 9, "as printed, and ours without branches"
+    assert "corpus cache corpus" in text
     assert sorted(path.name for path in (tmp_path / "out").glob("*.svg")) == ["figure-5.svg", "figure-7.svg", "figure-8.svg"]
 
 
@@ -114,7 +118,19 @@ def test_a_paper_that_needs_a_corpus_says_so(invoke, tiny: str, prompt_file: str
     ("lookup+sd:2+mcsd:2", "'2+mcsd:2' is not an argument; allowed: one tree"),
     ("lookup+sd+fork:2x2", "has 2 trees"),
     ("lookup+hf:2", "unknown method in 'lookup+hf:2': 'hf'"),
-    ("lookup,lossy=all", "allowed: flat-blocks"),
+    ("lookup,lossy=all", "allowed: flat-blocks, self-draft, target-init"),
+    ("lookup,lossy=self-draft", "--lossy self-draft does not work with drafter 'lookup'"),
+    ("lookup,lossy=target-init", "does not work with --lossy target-init"),
+    ("lookup+sd:2,lossy=flat-blocks", "flat-blocks cannot verify drafter 'lookup+model'"),
+    ("self-draft:2x2,lossy=self-draft,prefix=2", "ngram_prefix=2 does not work with --lossy self-draft"),
+    ("self-draft:2x2,lossy=self-draft,seeds=prompt", "branch_seeds=prompt does not work with --lossy self-draft"),
+    ("lookup,lossy=flat-blocks,chance=0", "chance=0.0 does not work with lossy=flat-blocks"),
+    ("lookup,branches=2", "branches=2 is for drafter self-draft, not for 'lookup'"),
+    ("suffix,prefix=2", "ngram_prefix=2 is for drafter self-draft or ngram, not for 'suffix'"),
+    ("lookup,decision=auto", "has no option 'decision'"),
+    ("mcsd:2x1,stop_below=0.1", "stop_below=0.1 needs a decision model"),
+    ("mcsd:2x1,lossy=target-init", "has no option 'lossy'"),
+    ("dynamic:8,lossy=flat-blocks", "has no option 'lossy'"),
 ])  # fmt: skip
 def test_wrong_methods_are_refused_in_one_line(tiny: str, prompt_file: str, method: str, message: str) -> None:
     options = BenchOptions(methods=("ar", method), target=tiny, draft="early-exit:1", source=prompt_file, raw=True)

@@ -14,7 +14,7 @@ from polydraft.lab.bench.options import OF_DRAFTS, MethodNgrams, method_options
 from polydraft.lab.papers.flat import FlatModel
 from polydraft.loading import default_decoder, make_decoder
 from polydraft.models import LanguageModel
-from polydraft.options import AUTO, LoadOptions
+from polydraft.options import AUTO, SELF_DRAFT, LoadOptions
 from polydraft.trees import parse_tree
 
 _TREES: dict[str, Callable[[str], str]] = {
@@ -27,7 +27,7 @@ _BEAM_SHARED = ("length_penalty", "early_stopping")
 _BEAM_DRAFTS = ("width", "depth", "draft")
 _BEAM_SAMPLING = ("draws", "verification")
 _BEAM_NAMES = {"width": "draft_width", "depth": "draft_depth", "threshold": "width_threshold", "min": "min_width"}
-_BEAM_FLAGS = {"one": ("cache", "one_cache"), "draft": ("twins", "twins")}
+_BEAM_FLAGS = {"one": {"cache": "one_cache"}, "draft": {"twins": "twins", "model": "model_only"}}
 _BEAM_NUMBERS = {"draft_width": int, "draft_depth": int, "width_threshold": float, "min_width": int, "length_penalty": float}
 
 
@@ -89,9 +89,12 @@ def _options(spec: MethodSpec, bench: Bench, *others: str, skip: tuple[str, ...]
         _check_draft(spec, bench)
     with spec.named_in_errors():
         names = values.keys() & MethodNgrams.__dataclass_fields__.keys()
-        grams = MethodNgrams(**{name: values.pop(name) for name in names}).grams_asked_for()
+        given = MethodNgrams(**{name: values.pop(name) for name in names})
+        grams = given.grams_asked_for(fixed.get("drafter", SELF_DRAFT), values.get("lossy"))
         grams = replace(grams, caches=replace(grams.caches, corpus=bench.corpus))
-        return LoadOptions(**fixed, **values, grams=grams)
+        options = LoadOptions(**fixed, **values, grams=grams)
+        options.check_used()
+        return options
 
 
 def _ngrams(spec: MethodSpec, bench: Bench) -> Method:
@@ -143,7 +146,7 @@ def beam_sampling(spec: MethodSpec, bench: Bench) -> Method:
 def speculative_beam_sampling(spec: MethodSpec, bench: Bench) -> Method:
     """Beam sampling with drafts: ``dsbd:4,width=8,depth=3``, with ``,threshold=0.7,min=1`` for dynamic widths, ``,one=cache``.
 
-    With ``,draft=twins`` it does without a draft model.
+    With ``,draft=twins`` it does without a draft model; with ``,draft=model`` the model alone drafts, as in the paper.
     Layers of the paper's ``iid`` beams unless ``,draws=`` or ``,verification=`` say otherwise.
     """
     spec.take("threshold", "min", "one", *_BEAM_DRAFTS, *_BEAM_SAMPLING, *_BEAM_SHARED)
@@ -154,7 +157,7 @@ def speculative_beam_sampling(spec: MethodSpec, bench: Bench) -> Method:
 def beam_search(spec: MethodSpec, bench: Bench) -> Method:
     """Deterministic beam search: ``beam-search:4``; with drafts ``beam-search:4,width=8,depth=3``, the same text.
 
-    With ``,draft=twins`` drafts need no draft model.
+    With ``,draft=twins`` drafts need no draft model; with ``,draft=model`` they come from the model alone.
     """
     spec.take(*_BEAM_DRAFTS, *_BEAM_SHARED)
     return _beams(spec, bench, "search", with_draft=bool({*_BEAM_DRAFTS} & {*spec.options}))
@@ -163,7 +166,7 @@ def beam_search(spec: MethodSpec, bench: Bench) -> Method:
 def _beams(spec: MethodSpec, bench: Bench, mode: str, *, with_draft: bool) -> Method:
     if mode == "sample" and bench.params.temperature == 0:
         raise UsageError(f"method {spec.text!r} samples; pass --temperature above 0, or use beam-search")
-    with_model = with_draft and "draft" not in spec.options
+    with_model = with_draft and spec.options.get("draft") != "twins"
     drafter = None
     if with_model:
         _check_draft(spec, bench)
@@ -182,10 +185,10 @@ def _beam_options(spec: MethodSpec, mode: str, with_draft: bool) -> dict[str, An
     for key, text in spec.options.items():
         name = _BEAM_NAMES.get(key, key)
         if name in _BEAM_FLAGS:
-            word, option = _BEAM_FLAGS[name]
-            if text != word:
-                raise UsageError(f"method {spec.text!r}: {name}={text!r}; allowed: {name}={word}")
-            found[option] = True
+            words = _BEAM_FLAGS[name]
+            if text not in words:
+                raise UsageError(f"method {spec.text!r}: {name}={text!r}; allowed: {name}={' or '.join(words)}")
+            found[words[text]] = True
         elif name == "early_stopping":
             found[name] = {"true": True, "false": False}.get(text, text)
         elif name in _BEAM_NUMBERS:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from polydraft.lab.bench import BASELINE
-from polydraft.lab.bench._runner import Measurement
+from polydraft.lab.bench._runner import EnergyBlock, Measurement
 from polydraft.lab.bench.report import write_report
 from polydraft.lab.estimate import LEAST_PROMPTS
 from polydraft.output import write_text
@@ -21,7 +21,10 @@ _PHASES = ("prefill", "draft", "target", "verify", "commit", "total")
 
 
 def summarise(
-    measurements: Iterable[Measurement], methods: Sequence[str], likeness: dict[tuple[str, str], str] | None
+    measurements: Iterable[Measurement],
+    methods: Sequence[str],
+    likeness: dict[tuple[str, str], str] | None,
+    energy: Sequence[EnergyBlock] = (),
 ) -> dict[str, Any]:
     """Return the `methods` part of the results.
 
@@ -32,12 +35,40 @@ def summarise(
         In the order of the report.
     likeness : dict, optional
         At temperature 0: (method, prompt) to `Likeness`.
+    energy : sequence of EnergyBlock
+        Where it was read.
     """
     by_method: dict[str, list[Measurement]] = defaultdict(list)
     for measurement in measurements:
         by_method[measurement.method].append(measurement)
     baseline = _prompts(by_method.get(BASELINE, []))
-    return {name: _method(name, by_method.get(name, []), baseline, likeness) for name in methods}
+    prompts = sorted({one.prompt for ones in by_method.values() for one in ones})
+    return {
+        name: _method(name, by_method.get(name, []), baseline, likeness)
+        | _energy([block for block in energy if block.method == name])
+        | {"log_likelihood_by_prompt": _likelihoods(by_method.get(name, []), prompts)}
+        for name in methods
+    }
+
+
+def _energy(blocks: Sequence[EnergyBlock]) -> dict[str, float | None]:
+    """Return joules per token over all blocks, and those of the thriftiest and the costliest block."""
+    each = [block.joules / block.tokens for block in blocks if block.tokens]
+    if not each:
+        return _bounded("joules_per_token")
+    mean = sum(block.joules for block in blocks) / sum(block.tokens for block in blocks)
+    return _bounded("joules_per_token", mean, min(each), max(each))
+
+
+def _likelihoods(measurements: Sequence[Measurement], prompts: Sequence[str]) -> list[float | None]:
+    """Return the target's mean log-likelihood per token of the texts after each prompt, for differences between methods."""
+    sums: dict[str, tuple[float, int]] = {}
+    for one in measurements:
+        if one.log_likelihood is not None and not one.error:
+            total, tokens = sums.get(one.prompt, (0.0, 0))
+            sums[one.prompt] = total + one.log_likelihood, tokens + len(one.token_ids)
+    found = {prompt: total / tokens for prompt, (total, tokens) in sums.items() if tokens}
+    return [found.get(prompt) for prompt in prompts] if found else []
 
 
 def write_results(results: dict[str, Any], folder: Path) -> None:
@@ -92,7 +123,6 @@ def _method(
         "replayed_share": _replayed(good),
         "first_token_seconds": statistics.median(firsts) if firsts else None,
         "peak_memory_bytes": max(peaks) if peaks else None,
-        **_ratio("joules_per_token", ((one.prompt, one.joules, len(one.token_ids)) for one in good)),
         **_ratio("log_likelihood_per_token", ((one.prompt, one.log_likelihood, len(one.token_ids)) for one in good)),
         **_ratio("exact_match", ((one.prompt, one.exact_match, 1) for one in good)),
         "identical": _count(found, "identical"),

@@ -5,7 +5,7 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,8 @@ from polydraft.prompts import Prompt
 _WARM_UP_TOKENS = 8
 _WARM_UPS_OF_GPUS = 2
 """Whole texts: a kind of round is captured when it occurs for the second time."""
+_BLOCKS = 3
+"""Readings of a method's energy; their spread says what a difference is worth."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +43,6 @@ class Measurement:
     """The engine's own figures, where it has some."""
     first_token_seconds: float | None = None
     peak_bytes: int | None = None
-    joules: float | None = None
     error: str | None = None
     log_likelihood: float | None = None
     """The target's log-probability of the text, where it was asked for."""
@@ -54,12 +55,32 @@ class Measurement:
         return self.method, self.prompt, self.repeat
 
 
+@dataclass(frozen=True, kw_only=True)
+class EnergyBlock:
+    """What some seconds of one method cost: energy counters are too coarse for single texts."""
+
+    method: str
+    block: int
+    tokens: int
+    seconds: float
+    joules: float
+
+
+Record = TypeVar("Record", Measurement, EnergyBlock)
+
+
 def read_measurements(path: Path) -> Iterator[Measurement]:
-    """Read a `runs.jsonl`; a line cut off by a kill is left out."""
+    """Read a `runs.jsonl`."""
+    return _records(path, Measurement)
+
+
+def _records(path: Path, kind: type[Record]) -> Iterator[Record]:
+    """Read a file of JSON lines; a line cut off by a kill is left out, and so are fields of older versions."""
+    known = kind.__dataclass_fields__
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
-            yield Measurement(**json.loads(line))
-        except (json.JSONDecodeError, TypeError):
+            yield kind(**{name: value for name, value in json.loads(line).items() if name in known})
+        except (json.JSONDecodeError, AttributeError, TypeError):
             continue
 
 
@@ -76,7 +97,7 @@ class Journal:
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], resume: bool) -> None:
-        self._path = folder / "runs.jsonl"
+        self._path, self._energy_path = folder / "runs.jsonl", folder / "energy.jsonl"
         settings_path = folder / "settings.json"
         try:
             check_folder(folder, resume=resume)
@@ -87,8 +108,9 @@ class Journal:
             with written_whole(settings_path) as partial:
                 partial.write_text(json.dumps(settings, indent=1))
             self._path.touch()
-            if (written := self._path.read_bytes()) and not written.endswith(b"\n"):
-                self._append("\n")  # a kill tore the last line: leave it alone
+            for path in (self._path, self._energy_path):
+                if path.exists() and (written := path.read_bytes()) and not written.endswith(b"\n"):
+                    _append(path, "\n")  # a kill tore the last line: leave it alone
         except OSError as error:
             raise cannot_write(folder, error) from None
 
@@ -96,16 +118,22 @@ class Journal:
         """Read what is there."""
         return read_measurements(self._path)
 
-    def add(self, measurement: Measurement) -> None:
-        """Append one measurement."""
-        try:
-            self._append(json.dumps(asdict(measurement)) + "\n")
-        except OSError as error:
-            raise FailureError(f"cannot write to {self._path} ({error.strerror}); what was measured so far is kept") from None
+    def blocks(self) -> list[EnergyBlock]:
+        """Read what is there of energy."""
+        return list(_records(self._energy_path, EnergyBlock)) if self._energy_path.exists() else []
 
-    def _append(self, text: str) -> None:
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(text)
+    def add(self, record: Measurement | EnergyBlock) -> None:
+        """Append one measurement."""
+        path = self._path if isinstance(record, Measurement) else self._energy_path
+        try:
+            _append(path, json.dumps(asdict(record)) + "\n")
+        except OSError as error:
+            raise FailureError(f"cannot write to {path} ({error.strerror}); what was measured so far is kept") from None
+
+
+def _append(path: Path, text: str) -> None:
+    with path.open("a", encoding="utf-8") as file:
+        file.write(text)
 
 
 class Runner:
@@ -125,7 +153,8 @@ class Runner:
         seed: int,
         device: torch.device,
         batch: int = 1,
-        alone: bool = True,
+        energy_seconds: float = 0.0,
+        energy: EnergyMeter | None = None,
         likelihood: Callable[[list[int], list[int]], float] | None = None,
         decode: Callable[[list[int]], str] | None = None,
     ) -> None:
@@ -134,8 +163,7 @@ class Runner:
         self._device = device
         self._likelihood, self._decode = likelihood, decode
         self._memory = MemoryMeter(device)
-        # The counters are the machine's: beside other shards they would count the others' work too.
-        self._energy = EnergyMeter(device) if alone else None
+        self._energy, self._energy_seconds = energy, energy_seconds
 
     @property
     def total(self) -> int:
@@ -163,6 +191,40 @@ class Runner:
             if measurement.error:
                 failed.add(method.name)
             progress(measurement)
+        self._measure_energy(journal, failed, warm)
+
+    def _measure_energy(self, journal: Journal, failed: set[str], warm: set[str]) -> None:
+        """Read the energy of every method over blocks of seconds, the methods taking turns."""
+        meter = self._energy
+        if meter is None or not self._energy_seconds or meter.joules() is None:
+            return
+        done = {(one.method, one.block) for one in journal.blocks()}
+        for block, method in itertools.product(range(_BLOCKS), self.methods):
+            if (method.name, block) in done or method.name in failed:
+                continue
+            if method.name not in warm:
+                self._warm_up(method, self.prompts[0][1])
+                warm.add(method.name)
+            try:
+                journal.add(self._energy_block(method, block, meter))
+            except PolydraftError:
+                raise
+            except Exception:  # of a peer; what was measured of its texts stands
+                failed.add(method.name)
+
+    def _energy_block(self, method: Method, block: int, meter: EnergyMeter) -> EnergyBlock:
+        """Decode all prompts, again and again, until enough time has passed."""
+        before, start, tokens = meter.joules(), synchronised_clock(self._device), 0
+        for number in itertools.count():
+            _, token_ids = self.prompts[number % len(self.prompts)]
+            tokens += sum(1 for _ in method.generate(token_ids, self.seed + block))
+            seconds = synchronised_clock(self._device) - start
+            # Whole rounds of the prompts: every method and block then decodes the same ones.
+            if seconds >= self._energy_seconds and (number + 1) % len(self.prompts) == 0:
+                break
+        after = meter.joules()
+        assert before is not None and after is not None, "the counter could be read before"
+        return EnergyBlock(method=method.name, block=block, tokens=tokens, seconds=seconds, joules=after - before)
 
     def _run_batches(
         self,
@@ -239,7 +301,6 @@ class Runner:
         stats: Stats | None = None
         error: str | None = None
         self._memory.start()
-        joules = self._joules()
         start = synchronised_clock(self._device)
         try:
             # The same seed in every arm; repeats differ.
@@ -255,7 +316,6 @@ class Runner:
         except Exception as problem:  # a peer's failure of whatever kind is a result, and the other arms go on
             error = _one_line(problem)
         seconds = synchronised_clock(self._device) - start
-        spent = self._joules()
         return self._measurement(
             method,
             (prompt, token_ids),
@@ -265,7 +325,6 @@ class Runner:
             first_token_seconds=first if stats is not None else None,
             stats=_figures(stats) if stats else None,
             peak_bytes=self._memory.peak(),
-            joules=spent - joules if spent is not None and joules is not None else None,
             error=error,
         )
 
@@ -292,9 +351,6 @@ class Runner:
             exact_match=exact_match,
             **figures,
         )
-
-    def _joules(self) -> float | None:
-        return self._energy.joules() if self._energy is not None else None
 
 
 def _figures(stats: Stats) -> dict[str, Any]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from polydraft.described import Option, options_in
 from polydraft.errors import UsageError
-from polydraft.options import CpuOptions, LoadOptions, NgramOptions, PairOptions, PlaceOptions
+from polydraft.options import SELF_DRAFT, CpuOptions, LoadOptions, NgramOptions, PairOptions, PlaceOptions
 
 if TYPE_CHECKING:
     from polydraft.draft import GramTreeOptions
@@ -15,6 +15,7 @@ OF_DRAFTS = ("scheme", "walk", "draft_temperature", "decision", "stop_below")
 """Options of drafts and their trees, which n-grams alone do not have."""
 _SETTLED = ("target", "draft", "adapter", "device", "dtype", "device_map", "profile", "native", "corpus", "tree", "drafter")
 """Options that the benchmark as a whole, or a method's name and argument, determine."""
+_MOST_SECONDS = 3600
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,9 +25,13 @@ class MethodNgrams(NgramOptions):
     ngram_chance: float | None = field(default=None, metadata={"short": "chance"})
     """Drop candidates whose estimated chance is below this, 0 to 1; Self-Draft drops none."""
 
-    def grams_asked_for(self) -> "GramTreeOptions":
+    def grams_asked_for(self, drafter: str = SELF_DRAFT, lossy: str | None = None) -> "GramTreeOptions":
         """Return them as options of the drafters."""
-        return replace(super().grams_asked_for(), least_chance=self.ngram_chance)
+        if lossy is not None and self.ngram_chance is not None:
+            raise UsageError(
+                f"chance={self.ngram_chance} does not work with lossy={lossy}, which drops no candidate; leave it out"
+            )
+        return replace(super().grams_asked_for(drafter, lossy), least_chance=self.ngram_chance)
 
 
 def method_options(*, grams: bool, skip: Collection[str] = ()) -> list[Option]:
@@ -64,6 +69,8 @@ class BenchOptions(PairOptions, PlaceOptions, CpuOptions):
     """Decode this many texts at a time, to count what is accepted; above 1 nothing is warmed up, so speeds mean little."""
     seed: int = 0
     """Seed of the first repeat; each later one adds 1."""
+    energy_seconds: float = 0.0
+    """Also read the energy of every method, three times over this many seconds or all prompts  [default: do not]."""
     raw: bool = False
     """Use prompts as they are, without the chat template."""
     threads: int | None = None
@@ -78,6 +85,10 @@ class BenchOptions(PairOptions, PlaceOptions, CpuOptions):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise UsageError(f"{name}={value} is out of range; allowed: whole numbers from 1")
+        if not 0 <= self.energy_seconds <= _MOST_SECONDS:
+            raise UsageError(f"energy_seconds={self.energy_seconds} is out of range; allowed: 0 to {_MOST_SECONDS}")
+        if self.energy_seconds and self.shard is not None:
+            raise UsageError("--energy-seconds counts what the whole machine uses, other shards too; leave one of them out")
         if not self.methods:
             raise UsageError("no methods given; name at least one, such as ar")
         check_method_names(list(self.methods))

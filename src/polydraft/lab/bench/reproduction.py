@@ -108,6 +108,10 @@ class Reproduction:
             "max_new_tokens": size.timed_tokens if run.timed else size.tokens,
             "batch": 1 if run.timed else size.batch,
         }
+        if run.seeds:
+            of_size["repeat"] = size.seeds
+        if run.timed and self._options["shard"] is None:
+            of_size["energy_seconds"] = size.energy_seconds
         if run.timed and self._on_gpu:
             of_size["target"] = LARGE_TARGET
         chosen = {key: value for key, value in of_size.items() if key not in self._given}

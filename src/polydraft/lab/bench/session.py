@@ -20,8 +20,8 @@ from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.lab.bench import BASELINE, SCHEMA
 from polydraft.lab.bench._results import summarise, write_results
-from polydraft.lab.bench._runner import Journal, Measurement, Runner
-from polydraft.lab.bench.meters import git_revision, machine
+from polydraft.lab.bench._runner import EnergyBlock, Journal, Measurement, Runner
+from polydraft.lab.bench.meters import EnergyMeter, git_revision, machine
 from polydraft.lab.bench.method import Bench, build_methods
 from polydraft.lab.bench.options import BenchOptions
 from polydraft.lab.bench.shards import Shard
@@ -29,6 +29,7 @@ from polydraft.models import check_prompts
 from polydraft.models.inflated import InflatedModel
 from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.models.placement import check_device_map, resolve_device, resolve_dtype
+from polydraft.options import AUTO
 from polydraft.prompts import Prompt, load_prompts
 from polydraft.sampling import SamplingParams
 
@@ -94,7 +95,8 @@ class BenchSession:
             seed=options.seed,
             device=device,
             batch=options.batch,
-            alone=options.shard is None,
+            energy_seconds=options.energy_seconds,
+            energy=EnergyMeter(device),
             likelihood=self._likelihood if options.log_likelihood else None,
             decode=partial(self.loaded.tokenizer.decode, skip_special_tokens=True),
         )
@@ -117,11 +119,13 @@ class BenchSession:
         journal = Journal(out, json.loads(json.dumps(settings)), resume)
         begin()
         self.runner.run(journal, progress)
-        results = self.results(list(journal), command)
+        results = self.results(list(journal), command, journal.blocks())
         write_results(results, out)
         return results
 
-    def results(self, measurements: list[Measurement], command: list[str]) -> dict[str, Any]:
+    def results(
+        self, measurements: list[Measurement], command: list[str], energy: Sequence[EnergyBlock] = ()
+    ) -> dict[str, Any]:
         """Summarise measurements as docs/bench-results.md says."""
         options, model = self.options, self.loaded.model
         categories: dict[str, int] = {}
@@ -149,11 +153,12 @@ class BenchSession:
                 "repeat": options.repeat,
                 **({"batch": options.batch} if options.batch > 1 else {}),
                 "seed": options.seed,
+                **({"corpus": Path(options.corpus).name} if options.corpus != AUTO else {}),
                 "template": "raw" if options.raw else "chat",
                 "prompts": {"source": options.source, "count": len(self.prompts), "categories": categories},
                 **({"shard": options.shard} if options.shard is not None else {}),
             },
-            "methods": summarise(measurements, [method.name for method in self.methods], likeness),
+            "methods": summarise(measurements, [method.name for method in self.methods], likeness, energy),
             "differing": [
                 {"method": method, "prompt": prompt, "likeness": kind}
                 for (method, prompt), kind in (likeness or {}).items()

@@ -25,6 +25,7 @@ _KEPT = (
     "accepted_share",
     "acceptance_by_depth",
     "log_likelihood_per_token",
+    "log_likelihood_by_prompt",
 )
 _KEPT_OF_TIME = ("tokens_per_second", "speedup", "joules_per_token", "replayed_share", "peak_memory_bytes")
 _KEPT_OF_CATEGORIES = ("tokens_per_pass", "speedup")
@@ -53,7 +54,7 @@ def keep(results: Mapping[str, Any], *, timed: bool) -> dict[str, Any]:
     return {
         "settings": {
             **{key: settings[key] for key in ("target", "draft", "dtype", "temperature", "max_new_tokens")},
-            **{key: settings[key] for key in ("top_k", "top_p", "batch") if key in settings},
+            **{key: settings[key] for key in ("top_k", "top_p", "batch", "repeat", "corpus") if key in settings},
             "machine": machine["gpu"] or f"{machine['threads']} threads of {machine['cpu']}",
             "prompts": settings["prompts"]["count"],
             "source": Path(settings["prompts"]["source"]).name.removesuffix(".jsonl"),

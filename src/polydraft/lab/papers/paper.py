@@ -30,6 +30,8 @@ class Run:
     """Further methods, which a smoke run leaves out."""
     timed: bool = False
     """Whether speed counts: few texts, one at a time, on a GPU with a target of 7B's size. Otherwise acceptance is counted."""
+    seeds: bool = False
+    """Whether texts are drawn with several seeds, because their quality is compared."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Further options of the benchmark; those that the user gives take precedence."""
     needs: tuple[str, ...] = ()
@@ -71,11 +73,25 @@ class Size:
     """Most tokens of an answer there."""
     whole: bool = True
     """Whether to measure all methods of a run."""
+    seeds: int = 1
+    """Of runs whose texts are compared."""
+    energy_seconds: float = 0.0
+    """Of one reading of a timed method's energy."""
 
 
 SIZES = {
     "smoke": Size(prompts=2, tokens=4, batch=2, timed_prompts=1, timed_tokens=4, positions=4, answer_tokens=4, whole=False),
-    "page": Size(prompts=240, tokens=48, batch=64, timed_prompts=30, timed_tokens=48, positions=5000, answer_tokens=256),
+    "page": Size(
+        prompts=240,
+        tokens=48,
+        batch=64,
+        timed_prompts=30,
+        timed_tokens=48,
+        positions=5000,
+        answer_tokens=256,
+        seeds=3,
+        energy_seconds=3.0,
+    ),
 }
 """`smoke` tries everything in a minute or a few; `page` is what the pages in docs/papers show."""
 LARGE_TARGET = "inflated:7b"
@@ -122,6 +138,8 @@ class Results(dict[str, dict[str, Any]]):
             if settings:
                 how = f"target {settings['target']}, draft {settings['draft']}, {settings['dtype']} on {settings['machine']}"
                 how += f", {settings['max_new_tokens']} new tokens"
+                how += f", {settings['repeat']} seeds" if settings.get("repeat", 1) > 1 else ""
+                how += f", corpus cache {settings['corpus']}" if "corpus" in settings else ""
                 what = f"{settings['prompts']} prompts of {settings['source']}"
                 what += f" with {settings['positions']} positions" if "positions" in settings else ""
                 if what not in (places := said.setdefault(how, [])):
