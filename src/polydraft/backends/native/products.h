@@ -146,29 +146,20 @@ INLINE char *input_at(char *inputs, int64_t token, int format, int64_t columns) 
 #define EACH_TOKEN _Pragma("GCC unroll 8") for (int t = 0; t < tokens; t++)
 #define EACH_ROW _Pragma("GCC unroll 4") for (int r = 0; r < TILE_ROWS; r++)
 
-/* What memory is asked for while a tile is computed: bytes from its rows to later ones, none where 0. Where several parts of the
- * tokens take turns on the same rows, each asks for its share, so that memory is at work all the time.
- */
-typedef struct {
-    int64_t ahead, turns, turn;
-} Coming;
-
 /* Have memory bring of the next rows as much as `bytes` of each row at `place` are: they lie one behind the other. */
-INLINE void fetch(Coming *coming, const char *rows, int64_t place, const int64_t bytes) {
-    if (!coming->ahead || coming->turn--) return;
-    coming->turn = coming->turns - 1;
+INLINE void fetch(const char *rows, int64_t place, const int64_t bytes) {
     _Pragma("GCC unroll 8") for (int64_t at = 0; at < TILE_ROWS * bytes; at += LINE)
-        __builtin_prefetch(rows + coming->ahead + TILE_ROWS * place + at, 0, 2);
+        __builtin_prefetch(rows + TILE_ROWS * place + at, 0, 2);
 }
 
 INLINE void tile_floats(const int tokens, const int format, const Matrix *m, const void *const rows[TILE_ROWS], const float *x,
-                        int64_t stride, Coming coming, Four *sums) {
+                        int64_t stride, int64_t ahead, Four *sums) {
     Floats sum[TILE_TOKENS][TILE_ROWS];
     EACH_TOKEN EACH_ROW sum[t][r] = all(0);
     const int64_t size = format == BFLOAT16 ? 2 : 4, whole = m->columns / LANES * LANES, step = AT_ONCE(tokens) / size;
     int64_t k = 0;
     for (; step > LANES && k + step <= whole; k += step) {
-        fetch(&coming, rows[0], k * size, step * size);
+        if (ahead) fetch((const char *)rows[0] + ahead, k * size, step * size);
         _Pragma("GCC unroll 8") for (int64_t u = k; u < k + step; u += LANES) {
             Floats w[TILE_ROWS];
             EACH_ROW w[r] = load_as(format, rows[r], u, LANES);
@@ -181,7 +172,7 @@ INLINE void tile_floats(const int tokens, const int format, const Matrix *m, con
     for (; k < whole; k += LANES) {
         Floats w[TILE_ROWS];
         EACH_ROW w[r] = load_as(format, rows[r], k, LANES);
-        fetch(&coming, rows[0], k * size, LANES * size);
+        if (ahead) fetch((const char *)rows[0] + ahead, k * size, LANES * size);
         EACH_TOKEN {
             const Floats v = load(x + t * stride + k);
             EACH_ROW sum[t][r] += w[r] * v;
@@ -210,7 +201,7 @@ INLINE Floats paired(Floats sum, Pairs w, Pairs x) { return (Floats)vbfdotq_f32(
 
 #ifdef PAIRS
 INLINE void tile_pairs(const int tokens, const Matrix *m, const void *const rows[TILE_ROWS], const uint16_t *x, int64_t stride,
-                       Coming coming, Four *sums) {
+                       int64_t ahead, Four *sums) {
     Floats sum[TILE_TOKENS][TILE_ROWS];
     EACH_TOKEN EACH_ROW sum[t][r] = all(0);
     for (int64_t k = 0; k < m->columns; k += PAIRS) {
@@ -221,7 +212,7 @@ INLINE void tile_pairs(const int tokens, const Matrix *m, const void *const rows
             memset(w, 0, sizeof w);
             EACH_ROW memcpy(&w[r], (const uint16_t *)rows[r] + k, (size_t)left * 2);
         }
-        fetch(&coming, rows[0], k * 2, PAIRS * 2);
+        if (ahead) fetch((const char *)rows[0] + ahead, k * 2, PAIRS * 2);
         EACH_TOKEN {
             memcpy(&v, x + t * stride + k, sizeof v);
             EACH_ROW sum[t][r] = paired(sum[t][r], w[r], v);
@@ -235,12 +226,12 @@ INLINE void tile_pairs(const int tokens, const Matrix *m, const void *const rows
 #ifdef SQUARES
 /* Two rows times both planes of a token in one instruction: all of a sum is whole, and rounded once, at its end. */
 INLINE void tile_quanta(const int tokens, const Matrix *m, const void *const rows[TILE_ROWS], const Quantum *x, int64_t stride,
-                        Coming coming, Four *sums) {
+                        int64_t ahead, Four *sums) {
     int32x4_t sum[TILE_TOKENS / 2][TILE_ROWS];  /* of the first and the last eight columns of rows 0 and 1, of rows 2 and 3 */
     const int64_t step = MAX(16, AT_ONCE(tokens));
     _Pragma("GCC unroll 3") for (int t = 0; t < tokens / 2; t++) EACH_ROW sum[t][r] = vdupq_n_s32(0);
     for (int64_t k = 0; k < m->stride; k += step) {
-        fetch(&coming, rows[0], k, step);
+        if (ahead) fetch((const char *)rows[0] + ahead, k, step);
         _Pragma("GCC unroll 4") for (int64_t u = k; u < k + step; u += 16) {
             int8x16_t row[TILE_ROWS], w[TILE_ROWS];
             EACH_ROW row[r] = vld1q_s8((const int8_t *)rows[r] + u);
@@ -301,12 +292,12 @@ INLINE Ints multiplied(Ints sum, Weights8 w, Inputs8 x) { return sum + w * x; }
 #endif
 
 INLINE void tile_quanta(const int tokens, const Matrix *m, const void *const rows[TILE_ROWS], const Quantum *x, int64_t stride,
-                        Coming coming, Four *sums) {
+                        int64_t ahead, Four *sums) {
     Ints sum[TILE_TOKENS][TILE_ROWS];
     EACH_TOKEN EACH_ROW sum[t][r] = (Ints){0};
     const int64_t step = MAX(QUANTA, AT_ONCE(tokens));
     for (int64_t k = 0; k < m->stride; k += step) {
-        fetch(&coming, rows[0], k, step);
+        if (ahead) fetch((const char *)rows[0] + ahead, k, step);
         _Pragma("GCC unroll 16") for (int64_t u = 0; u < step; u += QUANTA) {
             Weights8 w[TILE_ROWS];
             EACH_ROW w[r] = weights8((const int8_t *)rows[r] + k + u);
@@ -418,13 +409,12 @@ static void multiply_rows(const Matrix *m, Input input, int64_t tokens, int64_t 
         const void *rows[TILE_ROWS];
         for (int r = 0; r < TILE_ROWS; r++)  /* past the end: the last one again */
             rows[r] = (const char *)m->data + (first + row + MIN(r, here - 1)) * m->stride * size;
-        const int more = (near || part == 0) && first + row + (far + 1) * TILE_ROWS <= m->rows;
-        const Coming coming = {more ? far * TILE_ROWS * m->stride * size : 0, near ? parts : 1, near ? part : 0};
+        const int64_t ahead = part == 0 && first + row + (far + 1) * TILE_ROWS <= m->rows ? far * TILE_ROWS * m->stride * size : 0;
         Four sums[TILE_TOKENS], scale = {0}, bias = {0};
         if (m->bias) for (int r = 0; r < here; r++) bias[r] = load_as(m->small, m->bias, first + row + r, 1)[0];
         if (m->format == INT8) {
             const Quantum *x = (const Quantum *)input.data + token * PLANES * input.stride;
-            WITH_TOKENS(some * PLANES, tile_quanta(N, m, rows, x, input.stride, coming, sums))
+            WITH_TOKENS(some * PLANES, tile_quanta(N, m, rows, x, input.stride, ahead, sums))
             memcpy(&scale, m->scales + first + row, (size_t)here * 4);
             for (int64_t t = 0; t < some; t++) {
                 const Four whole = PLANES == 1 ? sums[t] : sums[2 * t] * 128.0f + sums[(2 * t + 1) % TILE_TOKENS];
@@ -433,13 +423,13 @@ static void multiply_rows(const Matrix *m, Input input, int64_t tokens, int64_t 
         } else if (m->format == BFLOAT16) {
             const BF16_INPUT *x = (const BF16_INPUT *)input.data + token * input.stride;
 #ifdef PAIRS
-            WITH_TOKENS(some, tile_pairs(N, m, rows, x, input.stride, coming, sums))
+            WITH_TOKENS(some, tile_pairs(N, m, rows, x, input.stride, ahead, sums))
 #else
-            WITH_TOKENS(some, tile_floats(N, BFLOAT16, m, rows, x, input.stride, coming, sums))
+            WITH_TOKENS(some, tile_floats(N, BFLOAT16, m, rows, x, input.stride, ahead, sums))
 #endif
         } else {
             const float *x = (const float *)input.data + token * input.stride;
-            WITH_TOKENS(some, tile_floats(N, FLOAT32, m, rows, x, input.stride, coming, sums))
+            WITH_TOKENS(some, tile_floats(N, FLOAT32, m, rows, x, input.stride, ahead, sums))
         }
         for (int64_t t = 0; t < some; t++) {
             const Four value = m->bias ? sums[t] + bias : sums[t];
