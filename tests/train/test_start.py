@@ -28,7 +28,7 @@ from .conftest import short
 from .test_training import KilledError, run, weights
 
 NEW = DraftSize()
-LONGER = {"steps": 40, "tokens": 4000, "batch_size": 8, "evaluate_every": 40, "learning_rate": 1e-2}
+LONGER = {"steps": 16, "tokens": 1600, "batch_size": 8, "evaluate_every": 16, "learning_rate": 1e-2}
 """Enough to see that it learns."""
 CPU = torch.device("cpu")
 
@@ -93,8 +93,9 @@ def test_a_fine_tuned_draft_is_better_and_of_the_same_architecture(
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_fine_tuning_goes_on_from_its_checkpoint_to_the_same_draft(target: Loaded, tmp_path: Path) -> None:
-    settings = short("draft", size=NEW, start=save(tmp_path / "start", seed=3), evaluate_every=3)
+    settings = short("draft", size=NEW, start=save(tmp_path / "start", seed=3), evaluate_every=100)
     run(settings, target, tmp_path / "whole")
     with pytest.raises(KilledError):
         run(settings, target, tmp_path / "killed", kill_at=9)
