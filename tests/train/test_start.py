@@ -28,7 +28,7 @@ from .conftest import short
 from .test_training import KilledError, run, weights
 
 NEW = DraftSize()
-LONGER = {"steps": 16, "tokens": 1600, "batch_size": 8, "evaluate_every": 16, "learning_rate": 1e-2}
+LONGER = {"steps": 16, "tokens": 1600, "batch_size": 8, "evaluate_every": 16, "save_every": 16, "learning_rate": 1e-2}
 """Enough to see that it learns."""
 CPU = torch.device("cpu")
 

@@ -79,6 +79,7 @@ def test_shards_measure_their_share_and_merge_into_one(invoke, bench, tmp_path: 
     assert code == 2 and "all/2" in err, "one process would mix its own times in"
 
 
+@pytest.mark.slow
 def test_statistics_are_those_of_the_union(bench, tmp_path: Path) -> None:
     """A whole run's journal, dealt out to two folders and merged again, gives the whole run's results."""
     assert bench(tmp_path / "whole", "--repeat", "2")[0] == 0
