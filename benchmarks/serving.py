@@ -201,6 +201,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="inflated:7b")
+    parser.add_argument("--draft", default="auto")
     parser.add_argument("--tree", default="auto")
     parser.add_argument("--prompts", default="builtin")
     parser.add_argument("--temperature", type=float, default=0.7)
@@ -214,7 +215,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     start = time.perf_counter()
-    decoder = load(options.target, tree=options.tree).replace(eos_token_ids=())
+    decoder = load(options.target, draft=options.draft, tree=options.tree).replace(eos_token_ids=())
     texts = [decoder.encode(prompt.text, chat=True) for prompt in load_prompts(options.prompts, 64)]
     prompts = [text for text in texts if len(text) + 2 * options.tokens < LONGEST]
     print(f"loaded in {time.perf_counter() - start:.1f} s; {decoder.drafter.name} {decoder.drafter.topology}", flush=True)

@@ -18,7 +18,7 @@ from polydraft.models import LanguageModel
 from polydraft.models.language_model import round_up
 from polydraft.rows import ByRow
 from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams, Warper, draw_one
-from polydraft.transfers import brought
+from polydraft.transfers import assign, brought
 from polydraft.trees import DraftTree
 
 
@@ -154,11 +154,14 @@ class DrawnBranches(Branches):
     of, teach what they have.
     """
 
+    ROW_STATE = (*Branches.ROW_STATE, "greedy_B")
+
     def __init__(self, options: RiderOptions, target: LanguageModel, batch_size: int) -> None:
         super().__init__(options, target, batch_size)
         params = RowParams.of(SamplingParams(), batch_size)
         self._warper = Warper(params, target.vocab_size, [()] * batch_size, target.device)
         self._uniforms_BX: Tensor | None = None
+        self.greedy_B = torch.zeros(batch_size, dtype=torch.bool, device=target.device)
 
     def row_parts(self) -> Iterable[ByRow]:
         """Return what knows the rows' parameters."""
@@ -177,10 +180,12 @@ class DrawnBranches(Branches):
     def admit(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take the parameters that all rows have from now on, and new texts in some of them."""
         self._warper.admit(params, rows, [texts[row] for row in rows])
+        assign(self.greedy_B, params.greedy)
 
     def use(self, params: RowParams) -> None:
         """Take the parameters that the rows have from now on."""
         self._warper.use(params)
+        assign(self.greedy_B, params.greedy)
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the texts, for penalties."""
@@ -199,8 +204,7 @@ class DrawnBranches(Branches):
         paths_BXPP = torch.where(earlier_PP, self.tokens_BXP[:, :, None], NO_TOKEN)
         probs_BXV = self._warper.probs(logits_BXV[..., : self._target.vocab_size], paths_BXPP.flatten(1, 2))
         drawn_BX = draw_one(probs_BXV.flatten(0, 1), self._uniforms_BX.flatten()).view(batch_size, branches * length)
-        greedy_B1 = torch.tensor(self._warper.params.greedy, device=drawn_BX.device)[:, None]
-        return torch.where(greedy_B1, super()._drafts(logits_BXV), drawn_BX)
+        return torch.where(self.greedy_B[:, None], super()._drafts(logits_BXV), drawn_BX)
 
     def grams(self, report: Sequence[int], gram: int) -> Iterator[Sequence[int]]:
         """Read n-grams off full branches."""

@@ -91,7 +91,11 @@ def overlapping(tensor: Tensor) -> dict[str, Any]:
 
 @cache
 def _overlaps(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+    if device.type != "cuda" or torch.version.hip is not None or torch.cuda.get_device_capability(device) < (9, 0):
+        return False
+    from triton.language.extra import cuda  # older releases have no dependent launches
+
+    return hasattr(cuda, "gdc_wait")
 
 
 def power_of_two(number: int, least: int = 1) -> int:
