@@ -7,6 +7,7 @@ References
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -36,7 +37,7 @@ class Branches(Riders):
     `DrawnBranches`.
     """
 
-    ROW_STATE = ("tokens_BXP", "lengths_B", "seeds_BT", "sizes_B")
+    ROW_STATE: ClassVar[tuple[str, ...]] = ("tokens_BXP", "lengths_B", "seeds_BT", "sizes_B")
     FORGETS = True
 
     def __init__(self, options: RiderOptions, target: LanguageModel, batch_size: int) -> None:
