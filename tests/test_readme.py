@@ -186,7 +186,7 @@ def test_figures_of_the_readme_are_those_of_the_newest_log_and_of_the_page_of_re
     logs, table = re.search(r"<!-- figures: (.*?) -->\n(.*?)\n\n", README, flags=re.DOTALL).groups()
     measured = "".join((ROOT / name).read_text() for name in logs.split(", "))
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
-    assert len(rows) > 15
+    assert len(rows) > 12  # 7B-shaped rows stand on the page of results only
     for *_, baseline, speedup in rows:
         factor = re.search(r"\d\.\d\d", speedup).group()
         number = re.search(r"[\d,]+", baseline).group()
