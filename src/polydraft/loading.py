@@ -17,7 +17,7 @@ from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, LanguageModel
 from polydraft.models.int8_copy import NAME as INT8
 from polydraft.models.int8_copy import Int8Copy
-from polydraft.models.loading import Loaded, load_draft, load_given, load_model
+from polydraft.models.loading import Loaded, check_draft_name, load_draft, load_given, load_model
 from polydraft.models.placement import DTYPES, TENSOR_PARALLEL, check_device_map, resolve_device, resolve_dtype
 from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, SELF_DRAFT, LoadOptions
 from polydraft.papers.decision import DecisionModel, load_decision
@@ -63,6 +63,8 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
                 f"--tree {options.tree} does not work with --device-map tp: each process times its own rounds, and all must "
                 f"have the same tree; use --tree {options.tree.replace(BY_LOAD, '')}"
             )
+        if isinstance(options.draft, str):
+            check_draft_name(options.draft, options.target)
         others = options.device_map, options.native, options.invariant, options.adapter
         loaded = load_model(options.target, place, number_format, *others)
     else:

@@ -30,14 +30,16 @@ from models.eagle3_cases import (
     weights_of,
     write,
 )
+from polydraft import loading
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, PolydraftError, UsageError
 from polydraft.models import FeatureHead, HeadShape
-from polydraft.models.heads.eagle3 import is_eagle3, load_eagle3
+from polydraft.models.heads.eagle3 import load_eagle3
 from polydraft.models.heads.feature_head import TapNorm
 from polydraft.models.heads.head_export import export_speculators
-from polydraft.models.heads.head_folder import new_head
+from polydraft.models.heads.head_folder import TargetSizes, new_head
+from polydraft.models.heads.kinds import HEAD_KINDS, kind_of
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.sampling import PartialVocabulary, SamplingParams
@@ -69,8 +71,8 @@ def seen(features: torch.Tensor) -> torch.Tensor:
 def test_each_step_of_a_chain_has_the_logits_of_speculators(target: HFModel, tmp_path: Path, case: str, authors: bool) -> None:
     config = config_of(**CASES[case])
     write(tmp_path, config, weights_of(config), authors)
-    assert is_eagle3(tmp_path)
-    head = exact(load_eagle3(tmp_path, target, "theirs"))
+    assert kind_of(tmp_path) is HEAD_KINDS.get("eagle3")
+    head = exact(load_eagle3(tmp_path, target, None, "theirs"))
     features, tokens = features_and_tokens(len(config[TAPS]))
     steps = SAME_STEPS.get(case)
     torch.testing.assert_close(chain(head, seen(features), tokens)[:steps], load_file(EXPECTED)[case][:steps], **CLOSE)
@@ -88,22 +90,22 @@ def test_columns_in_any_order_and_missing_tables(target: HFModel, tmp_path: Path
     config = config_of()
     weights = weights_of(config)
     features, tokens = features_and_tokens(3)
-    expected = chain(exact(load_eagle3(write(tmp_path / "a", config, weights), target, "a")), seen(features), tokens)
+    expected = chain(exact(load_eagle3(write(tmp_path / "a", config, weights), target, None, "a")), seen(features), tokens)
     order = torch.randperm(DRAFTED)
     known = (weights["d2t"] + torch.arange(DRAFTED))[order]
     weights |= {"lm_head.weight": weights["lm_head.weight"][order], "d2t": known - torch.arange(DRAFTED)}
-    mixed = exact(load_eagle3(write(tmp_path / "b", config, weights), target, "b"))
+    mixed = exact(load_eagle3(write(tmp_path / "b", config, weights), target, None, "b"))
     torch.testing.assert_close(chain(mixed, seen(features), tokens), expected)
     assert mixed.tables[0] is not target.hf_model.get_input_embeddings().weight
     del weights["embed_tokens.weight"], weights["t2d"]
-    head = load_eagle3(write(tmp_path / "c", config, weights), target, "c")
+    head = load_eagle3(write(tmp_path / "c", config, weights), target, None, "c")
     assert torch.equal(head.tables[0], target.hf_model.get_input_embeddings().weight)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_with_such_a_head_are_the_target_s(target: HFModel, tmp_path: Path, temperature: float) -> None:
     config = config_of(norm_before_residual=True)
-    head = load_eagle3(write(tmp_path, config, weights_of(config)), target, "theirs")
+    head = load_eagle3(write(tmp_path, config, weights_of(config)), target, None, "theirs")
     prompts, params = [[5, 9, 2], [7], [3, 3, 8, 1, 30]], SamplingParams(temperature=temperature)
     decoder = Decoder(target, TreeDrafter(head, parse_tree("3x2x1")))
     results = decoder.generate(prompts, max_new_tokens=12, seed=0, sampling=params)
@@ -156,7 +158,7 @@ def test_speculators_computes_our_logits(target: HFModel, tmp_path: Path, form: 
 def test_what_is_written_can_be_read_again(target: HFModel, tmp_path: Path, form: str) -> None:
     head = random_head(target, **FORMS[form])
     export_speculators(head, target, "target", tmp_path)
-    again = exact(load_eagle3(tmp_path, target, "again"))
+    again = exact(load_eagle3(tmp_path, target, None, "again"))
     features, tokens = features_and_tokens(3)
     torch.testing.assert_close(chain(again, features, tokens), chain(head, features, tokens))
 
@@ -234,6 +236,10 @@ BAD: dict[str, tuple[Change, type[PolydraftError], str]] = {
 }  # fmt: skip
 
 
+READ = ("tokens beyond", "maps that differ")
+"""What is wrong in the weights themselves, which are read when the target is there."""
+
+
 @pytest.mark.parametrize("case", BAD)
 def test_bad_folders_are_refused_in_one_line(target: HFModel, tmp_path: Path, case: str) -> None:
     change, kind, message = BAD[case]
@@ -243,6 +249,24 @@ def test_bad_folders_are_refused_in_one_line(target: HFModel, tmp_path: Path, ca
         load_draft(str(tmp_path), Loaded(target, None, ()))
     assert message in str(caught.value) and "\n" not in str(caught.value) and str(tmp_path) in str(caught.value)
     assert target.taps == ()
+    kind_found = kind_of(tmp_path)
+    assert kind_found is not None
+    if case not in READ:
+        with pytest.raises(kind) as early:
+            kind_found.check(tmp_path, TargetSizes(name="target", config=target.config), str(tmp_path))
+        assert str(early.value) == str(caught.value)
+
+
+def test_heads_are_refused_before_the_target_is_loaded(
+    target: HFModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target.hf_model.save_pretrained(tmp_path)
+    monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("the target was loaded"))
+    config = config_of()
+    configured(hidden_size=64)(write(tmp_path / "eagle", config, weights_of(config)))
+    for draft in ("auto", str(tmp_path / "eagle")):  # one that lies in the target's folder is found there
+        with pytest.raises(UsageError, match="hidden states of size 64"):
+            loading.load(str(tmp_path), draft)
 
 
 def test_a_name_on_a_hub(target: HFModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

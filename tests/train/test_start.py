@@ -14,7 +14,7 @@ from covering import keeping
 from models.eagle3_cases import TAPS, config_of, weights_of, write
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import FAMILIES
-from polydraft.models.heads.eagle3 import is_eagle3
+from polydraft.models.heads.kinds import HEAD_KINDS, kind_of
 from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.sampling import SamplingParams
 from polydraft.train import DraftSize, HeadSize
@@ -122,7 +122,7 @@ def test_a_head_in_eagle_3_s_form_is_trained_further(target: Loaded, tmp_path: P
     settings = short("head", size=HeadSize(rollouts=2), start=str(start), **LONGER)
     reports = [report for report in run(settings, target, tmp_path / "out") if report.phase == "training"]
     assert reports[-1].acceptance[0].sampled_1 > reports[0].acceptance[0].sampled_1 + 0.02
-    assert is_eagle3(tmp_path / "out")
+    assert kind_of(tmp_path / "out") is HEAD_KINDS.get("eagle3")
     before, after = (load_draft(str(folder), target) for folder in (start, tmp_path / "out"))
     assert before is not None and after is not None
     assert after.shape == before.shape and after.num_columns == before.num_columns
@@ -136,7 +136,7 @@ def test_a_head_in_eagle_3_s_form_is_trained_further(target: Loaded, tmp_path: P
     ("kind", "start", "more", "message"),
     [
         ("draft", "HEAD", (), "is a feature head, which polydraft train head continues"),
-        ("head", "MODEL", (), "is not a folder with a head; allowed: one made by polydraft train head, or an EAGLE-3 head"),
+        ("head", "MODEL", (), "is not a folder with a head; allowed: a head of polydraft train head, an EAGLE-3 head"),
         ("draft", "MODEL", ("--layers", "2"), "--layers does not go with --start"),
         ("draft", "MODEL", ("--width", "64"), "--width does not go with --start"),
         ("draft", "./nowhere", (), "cannot load --start './nowhere': there is no such folder"),

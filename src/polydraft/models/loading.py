@@ -23,10 +23,12 @@ from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_source
 from polydraft.models.families import scheme_of
 from polydraft.models.generation_defaults import GenerationDefaults
 from polydraft.models.gguf import converted_folder, gguf_source, load_converted, load_converted_tokenizer, vocabulary_of
+from polydraft.models.gguf.architecture import Architecture
+from polydraft.models.gguf.header import read_header
 from polydraft.models.given import check_draft, given_draft, given_model
-from polydraft.models.heads.eagle3 import is_eagle3, load_eagle3
 from polydraft.models.heads.feature_head import FeatureHead
-from polydraft.models.heads.head_folder import is_head, load_head, load_vocabulary, shapes_in
+from polydraft.models.heads.head_folder import TargetSizes, load_vocabulary, shapes_in
+from polydraft.models.heads.kinds import kind_of
 from polydraft.models.hf import HFModel, early_exit, in_training
 from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
 from polydraft.models.int8_copy import NAME as INT8_COPY
@@ -312,7 +314,7 @@ def _load_inflated(
 def load_draft(name: Any, target: Loaded) -> LanguageModel | FeatureHead | None:
     """Load a draft for a target: none, int8, early-exit:k, a shipped one, a folder, a hub name, or a model object.
 
-    A folder or hub name may hold a model, a head of ours, or an EAGLE-3 head (`polydraft.models.heads.eagle3`).
+    A folder or hub name may hold a model, or one of the kinds of heads in `polydraft.models.heads.kinds`.
     """
     if not isinstance(name, str):
         given = given_draft(name)
@@ -329,13 +331,9 @@ def load_draft(name: Any, target: Loaded) -> LanguageModel | FeatureHead | None:
         return early_exit(target.model, int(number))
     if name == INT8_COPY:
         return Int8Copy(target.model)
-    folder = SHIPPED_DRAFTS.get(name) or head_on_hub(name) or Path(name)
-    if is_head(folder):
-        if target.tokenizer is None:
-            raise UsageError(f"draft {name!r} is a head for one tokenizer; pass the target's with tokenizer=...")
-        return load_head(folder, target.model, target.tokenizer, name)
-    if is_eagle3(folder):
-        return load_eagle3(folder, target.model, name)
+    folder = head_folder(name)
+    if (kind := kind_of(folder)) is not None:
+        return kind.load(folder, target.model, target.tokenizer, name)
     if (source := gguf_source(name)) is not None and target.tokenizer is not None:
         _check_header(target, name, vocabulary_of(source))
     dtype, native = torch.int8 if target.model.int8 else target.model.dtype, target.model.native
@@ -349,6 +347,38 @@ def load_draft(name: Any, target: Loaded) -> LanguageModel | FeatureHead | None:
     )
 
 
+def check_draft_name(name: str, target: str) -> None:
+    """Refuse a head whose files are not whole, or that is for other targets, before the target is loaded.
+
+    Nothing is said of a target whose config cannot be read: whoever loads it says what is wrong.
+    """
+    if name in SHIPPED_DRAFTS or is_inflated(target):
+        return
+    folder = head_folder(name)
+    kind = kind_of(folder)
+    sizes = None if kind is None else _sizes(target)
+    if kind is not None and sizes is not None:
+        kind.check(folder, sizes, name)
+
+
+def _sizes(target: str) -> TargetSizes | None:
+    from transformers import AutoConfig
+
+    source = bundled_source() if target == BUNDLED else gguf_source(target)
+    try:
+        if source is not None:
+            return TargetSizes(name=target, config=Architecture(source, read_header(source)).model.config)
+        config = AutoConfig.from_pretrained(target, **hub_options(target))
+        return TargetSizes(name=target, config=config.get_text_config(decoder=True))
+    except Exception:  # transformers raises anything for what is no model
+        return None
+
+
+def head_folder(name: str) -> Path:
+    """Return the folder that a draft's name stands for, if it is a head."""
+    return SHIPPED_DRAFTS.get(name) or head_on_hub(name) or Path(name)
+
+
 def head_on_hub(name: str) -> Path | None:
     """Return the folder of a head that a hub has under this name; None where it has none, or another kind of model."""
     from huggingface_hub import hf_hub_download, snapshot_download
@@ -358,7 +388,7 @@ def head_on_hub(name: str) -> Path | None:
     try:
         options = hub_options(name)
         config = Path(hf_hub_download(name, "config.json", **options))
-        if not is_head(config.parent) and not is_eagle3(config.parent):
+        if kind_of(config.parent) is None:
             return None
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], **options))
     except (OSError, ValueError):  # whoever loads it as a model says what is wrong

@@ -1,23 +1,20 @@
 """The draft that training starts from (`--start`): what it may be, and whether it fits the target."""
 
-from pathlib import Path
-
 import torch
 
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead
-from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS
+from polydraft.models.bundled import BUNDLED
 from polydraft.models.families import scheme_of
 from polydraft.models.gguf import gguf_source
-from polydraft.models.heads.eagle3 import is_eagle3
 from polydraft.models.heads.head_export import export_obstacle
-from polydraft.models.heads.head_folder import is_head
+from polydraft.models.heads.kinds import HEAD_KINDS, kind_of
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import (
     Loaded,
     check_name,
     check_same_tokens,
-    head_on_hub,
+    head_folder,
     hub_options,
     load_draft,
     load_model,
@@ -26,7 +23,7 @@ from polydraft.models.loading import (
 from polydraft.train.settings import TrainSettings
 
 _MODELS = "a language model with the target's tokenizer, in a folder, a GGUF file or on a hub"
-_HEADS = "one made by polydraft train head, or an EAGLE-3 head"
+_HEADS = ", ".join(kind.words for kind in map(HEAD_KINDS.get, HEAD_KINDS) if kind.trains)
 
 
 def check_start(name: str, settings: TrainSettings) -> None:
@@ -37,15 +34,14 @@ def check_start(name: str, settings: TrainSettings) -> None:
     UsageError
         Also if sizes are asked for that such a draft has already.
     """
-    folder = SHIPPED_DRAFTS.get(name) or head_on_hub(name) or Path(name)
-    ours, foreign = is_head(folder), is_eagle3(folder)
-    if settings.kind == "head" and not (ours or foreign):
+    kind = kind_of(head_folder(name))
+    if settings.kind == "head" and not (kind is not None and kind.trains):
         raise UsageError(f"--start {name} is not a folder with a head; allowed: {_HEADS}")
     if settings.kind == "draft":
-        if ours or foreign:
+        if kind is not None:
             raise UsageError(f"--start {name} is a feature head, which polydraft train head continues; allowed: {_MODELS}")
         _check_model(name)
-    if settings.size.given and not ours:  # a head of ours can be made wider
+    if settings.size.given and kind is not HEAD_KINDS.get("polydraft"):  # a head of ours can be made wider
         raise UsageError(f"{settings.size.given[0]} does not go with --start {name}, which has its own sizes; leave it out")
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from polydraft.errors import FailureError, UsageError, shown
 from polydraft.models.heads.feature_head import FeatureHead, HeadShape, TapNorm
-from polydraft.models.heads.head_folder import checked_shape, new_head, shapes_in
+from polydraft.models.heads.head_folder import Target, checked_shape, new_head, shapes_in
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary
 
@@ -44,26 +44,20 @@ class _Config:
     """Where norms are, and which layers of the target are read."""
 
 
-def is_eagle3(folder: Path) -> bool:
-    """Whether a folder holds an EAGLE-3 head, or another kind of draft in speculators' format, which `load_eagle3` refuses."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        names = [str(name).lower() for name in config.get("architectures") or []]
-        return "speculators_model_type" in config or "draft_vocab_size" in config or any("eagle3" in name for name in names)
-    except (OSError, ValueError, AttributeError, TypeError):
-        return False
+def is_eagle3(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of an EAGLE-3 head, or of another draft in speculators' format, which is then refused."""
+    names = config.get("architectures")
+    named = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
+    return named or "speculators_model_type" in config or "draft_vocab_size" in config
 
 
-def load_eagle3(folder: Path, target: HFModel, name: str) -> FeatureHead:
-    """Load an EAGLE-3 head for its target, and let the target show the features it reads.
+def check_eagle3(folder: Path, target: Target, name: str) -> None:
+    """Refuse an EAGLE-3 head whose files are not whole, of a form that is not understood, or for a target of other sizes."""
+    _read(folder, target, name)
 
-    Raises
-    ------
-    UsageError
-        If it is for another target, or of a form that is not understood.
-    FailureError
-        If its files are not whole.
-    """
+
+def _read(folder: Path, target: Target, name: str) -> tuple[HeadShape, list[Path]]:
+    """Return a head's sizes and form, and the files of its weights."""
     try:
         config = _config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
         _check_target(config, target, name)
@@ -79,6 +73,23 @@ def load_eagle3(folder: Path, target: HFModel, name: str) -> FeatureHead:
     _check_taps(shape, target, name)
     try:
         _check_tensors(found, _expected(shape, config, target.vocab_size))
+    except ValueError as error:
+        raise _unreadable(name, str(error)) from None
+    return shape, files
+
+
+def load_eagle3(folder: Path, target: HFModel, tokenizer: Any, name: str) -> FeatureHead:
+    """Load an EAGLE-3 head for its target, and let the target show the features it reads.
+
+    Raises
+    ------
+    UsageError
+        If it is for another target, or of a form that is not understood.
+    FailureError
+        If its files are not whole.
+    """
+    shape, files = _read(folder, target, name)
+    try:
         theirs = _load(files)
         vocabulary = _vocabulary(theirs, target)
     except (OSError, SafetensorError, ValueError) as error:
@@ -119,7 +130,7 @@ def _config(config: Any) -> _Config:
     return found
 
 
-def _check_target(config: _Config, target: HFModel, name: str) -> None:
+def _check_target(config: _Config, target: Target, name: str) -> None:
     for said in (config.layer.get("hidden_size"), config.form.get("target_hidden_size")):
         if said is not None and said != target.hidden_size:
             raise UsageError(
@@ -134,7 +145,7 @@ def _check_target(config: _Config, target: HFModel, name: str) -> None:
         )
 
 
-def _check_taps(shape: HeadShape, target: HFModel, name: str) -> None:
+def _check_taps(shape: HeadShape, target: Target, name: str) -> None:
     if shape.taps[-1] >= target.num_layers:
         raise UsageError(
             f"head {name!r} reads layers {', '.join(map(str, shape.taps))}, but of target {target.name!r} layers 1 to "
@@ -142,7 +153,7 @@ def _check_taps(shape: HeadShape, target: HFModel, name: str) -> None:
         )
 
 
-def _shape(config: _Config, target: HFModel, found: set[str]) -> HeadShape:
+def _shape(config: _Config, target: Target, found: set[str]) -> HeadShape:
     """Read sizes and form; biases and norms of heads are where the file has them, or the config asks for them."""
     layer, form = config.layer, config.form
     middle = target.num_layers // 2

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,32 @@ def weightless(module: type[nn.Module], *arguments: object) -> Mapping[str, torc
     return state
 
 
+@dataclass(frozen=True, kw_only=True)
+class TargetSizes:
+    """What a target's config says: enough to check a head before the target is loaded."""
+
+    name: str
+    config: Any
+    """Of the language part."""
+
+    @property
+    def hidden_size(self) -> int:
+        """Size of its hidden states."""
+        return int(self.config.hidden_size)
+
+    @property
+    def num_layers(self) -> int:
+        """How many layers it has."""
+        return int(self.config.num_hidden_layers)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many tokens it knows."""
+        return int(self.config.vocab_size)
+
+
+Target = HFModel | TargetSizes
+"""What a head is checked against."""
 MODEL_TYPE = "polydraft_feature_head"
 VOCABULARY_FILE = "draft_vocabulary.safetensors"
 """In a draft's folder: which of the target's tokens it drafts."""
@@ -111,12 +137,9 @@ def save_head(head: FeatureHead, folder: Path, fingerprint: str, details: dict[s
         save_vocabulary(head.vocabulary, folder)
 
 
-def is_head(folder: Path) -> bool:
-    """Whether a folder holds a feature head."""
-    try:
-        return bool(json.loads((folder / "config.json").read_text()).get("model_type") == MODEL_TYPE)
-    except (OSError, ValueError, AttributeError):
-        return False
+def is_head(config: Mapping[str, Any]) -> bool:
+    """Whether a config.json is that of a feature head."""
+    return config.get("model_type") == MODEL_TYPE
 
 
 def checked_shape(config: Any) -> HeadShape:
@@ -156,36 +179,51 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST
 
 
-def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> FeatureHead:
-    """Load a head for its target, and let the target show the features it reads."""
+def check_head(folder: Path, target: Target, name: str) -> None:
+    """Refuse a head whose files are not whole, or that is for a target of other sizes; only headers are read."""
+    _read(folder, target, name)
+
+
+def _read(folder: Path, target: Target, name: str) -> tuple[HeadShape, str | None]:
+    """Return a head's sizes, and the mark of its tokenizer."""
     try:
         config = json.loads((folder / "config.json").read_text())
         shape = checked_shape(config)
     except (OSError, ValueError) as error:
         raise UsageError(f"draft {name!r} has no usable config.json ({error}); train it again or get another copy") from None
-    if config.get("tokenizer_fingerprint") != tokenizer_fingerprint(tokenizer):
-        raise UsageError(
-            f"feature head {name!r} was trained for another tokenizer than that of target {target.name!r}; use the head's own "
-            "target, or train one with: polydraft train head"
-        )
     if shape.hidden_size != target.hidden_size or max(shape.taps, default=0) > target.num_layers:
         raise UsageError(
             f"feature head {name!r} reads hidden states of size {shape.hidden_size}, but target {target.name!r} has "
             f"{target.hidden_size} and {target.num_layers} layers; use the head's own target"
         )
-    vocabulary = load_vocabulary(folder, target.vocab_size, target.device)
     try:
-        # First, because sizes that are wrong may be more than the memory holds.
+        # Before any memory is taken, because sizes that are wrong may be more than it holds.
         check_header(folder / "model.safetensors", weightless(FeatureHead, shape, torch.empty(0), torch.empty(0)))
-        head = new_head(shape, target, vocabulary, name)
+    except (OSError, SafetensorError, ValueError) as error:
+        raise _unreadable(name, error) from None
+    return shape, config.get("tokenizer_fingerprint")
+
+
+def _unreadable(name: str, error: Exception) -> FailureError:
+    reason = str(error).strip().splitlines()[0]
+    return FailureError(f"cannot read the weights of draft {name!r} ({reason}); train it again or get another copy")
+
+
+def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> FeatureHead:
+    """Load a head for its target, and let the target show the features it reads."""
+    shape, fingerprint = _read(folder, target, name)
+    if tokenizer is None:
+        raise UsageError(f"draft {name!r} is a head for one tokenizer; pass the target's with tokenizer=...")
+    if fingerprint != tokenizer_fingerprint(tokenizer):
+        raise UsageError(
+            f"feature head {name!r} was trained for another tokenizer than that of target {target.name!r}; use the head's own "
+            "target, or train one with: polydraft train head"
+        )
+    head = new_head(shape, target, load_vocabulary(folder, target.vocab_size, target.device), name)
+    try:
         head.load_state_dict(load_file(folder / "model.safetensors"))
-    except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        if isinstance(error, UsageError):
-            raise
-        reason = str(error).strip().splitlines()[0]
-        raise FailureError(
-            f"cannot read the weights of draft {name!r} ({reason}); train it again or get another copy"
-        ) from None
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise _unreadable(name, error) from None
     target.tap(shape.taps)
     # Of a draft, fewer bits change speed and never the text's distribution: it is read in int8, whatever the target is.
     head.int8 = True

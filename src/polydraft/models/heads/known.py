@@ -5,20 +5,21 @@ import os
 from pathlib import Path
 
 from polydraft.models.fingerprint import digest_of
-from polydraft.models.heads.eagle3 import is_eagle3
-from polydraft.models.heads.head_folder import is_head
+from polydraft.models.heads.kinds import kind_of
 from polydraft.output import cache_root, written_whole
 
 
 def known_draft(target: str) -> str | None:
     """Return the folder of a head for a target; None where none is known.
 
-    It may be called ``head`` inside the target's folder, or ``NAME-head`` beside the target's folder or GGUF file.
+    It may be a folder inside the target's own (``head`` is looked at first), or ``NAME-head`` beside the target's folder or
+    GGUF file.
     """
     path = Path(target)
     own = path.with_suffix("") if path.is_file() else path
     near = [own / "head", own.with_name(f"{own.name}-head")] if path.exists() and own.name else []
-    found = next((folder for folder in (*near, *_remembered(target)) if is_head(folder) or is_eagle3(folder)), None)
+    inside = sorted(folder.parent for folder in path.glob("*/config.json")) if path.is_dir() else []
+    found = next((folder for folder in (*near, *inside, *_remembered(target)) if kind_of(folder) is not None), None)
     return None if found is None else str(found)
 
 

@@ -1,0 +1,53 @@
+"""Kinds of heads that a folder may hold: how each is recognised, checked and loaded."""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from polydraft.models.heads.eagle3 import check_eagle3, is_eagle3, load_eagle3
+from polydraft.models.heads.feature_head import FeatureHead
+from polydraft.models.heads.head_folder import Target, check_head, is_head, load_head
+from polydraft.models.hf import HFModel
+from polydraft.registry import Registry
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadKind:
+    """One kind of head, in a folder with a config.json."""
+
+    words: str
+    """What people call it."""
+    recognise: Callable[[Mapping[str, Any]], bool]
+    """Whether a config.json is that of such a head."""
+    check: Callable[[Path, Target, str], None]
+    """`(folder, target, name)`: refuse one that is not whole or is for another target. No weights are read, and the target may
+    be no more than its config."""
+    load: Callable[[Path, HFModel, Any, str], FeatureHead]
+    """`(folder, target, tokenizer, name)`: load it, and let the target show what it reads. The tokenizer may be None."""
+    trains: bool = False
+    """Whether `polydraft train head` can go on from it."""
+
+
+HEAD_KINDS: Registry[HeadKind] = Registry("kind of head")
+"""In this order: the first one that recognises a folder has it."""
+
+HEAD_KINDS.register("polydraft")(
+    HeadKind(words="a head of polydraft train head", recognise=is_head, check=check_head, load=load_head, trains=True)
+)
+# Last, because it refuses kinds in speculators' format that none of the others knows.
+HEAD_KINDS.register("eagle3")(
+    HeadKind(words="an EAGLE-3 head", recognise=is_eagle3, check=check_eagle3, load=load_eagle3, trains=True)
+)
+
+
+def kind_of(folder: Path) -> HeadKind | None:
+    """Return which kind of head a folder holds; None where it holds none."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(config, dict):
+        return None
+    return next((kind for kind in map(HEAD_KINDS.get, HEAD_KINDS) if kind.recognise(config)), None)
