@@ -45,6 +45,7 @@ COMPANY = {
     "penalties": PENALTIES,
     "bias": SamplingParams(logit_bias={3: 2.0, 7: 1.0, PROMPT[0]: -1.5, 9: float("-inf")}),
     "processor": SamplingParams(processors=(no_repeats,)),
+    "late end": SamplingParams(min_tokens=7, stop_token_ids=(3, 8, 21)),
     "greedy, penalties": SamplingParams(temperature=0, repetition_penalty=1.4),
 }
 PARAMS = list(COMPANY.values())

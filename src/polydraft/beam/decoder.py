@@ -108,7 +108,8 @@ class BeamDecoder:
             allowed = f"0 (keep all) to {target.vocab_size}"
             raise UsageError(f"top_k={params.top_k} is larger than the vocabulary; allowed: {allowed}")
         token_ids = self.decoder.encode(prompt, request.chat)
-        params = self.decoder.with_defaults(params, token_ids, draws=beam.mode == BeamMode.SAMPLE)
+        ends = params.ends(self.decoder.eos_token_ids)
+        params = self.decoder.with_defaults(params, token_ids, draws=beam.mode == BeamMode.SAMPLE).ending(ends)
         check_prompts([token_ids], target.max_positions, target.vocab_size)
         seed = request.seeds(rows)[row]
         generator = torch.Generator().manual_seed(seed % 2**32)
@@ -119,7 +120,7 @@ class BeamDecoder:
                 prompt=token_ids,
                 params=params,
                 options=beam,
-                eos_token_ids=frozenset(self.decoder.eos_token_ids),
+                eos_token_ids=ends,
                 max_new_tokens=limit,
                 stops=Stops(assembler),
             ),

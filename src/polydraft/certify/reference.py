@@ -85,6 +85,8 @@ def sampled_distributions(
     scores_NV = np.where(_counts(text_NT, vocabulary) > 0, punished_NV, scores_NV)
     counts_NV = _counts(new_NL, vocabulary)
     scores_NV = scores_NV - params.presence_penalty * (counts_NV > 0) - params.frequency_penalty * counts_NV
+    if new_NL.shape[1] < params.min_tokens:
+        scores_NV[:, list(params.stop_token_ids)] = -np.inf
     if params.temperature == 0:
         one_hot_NV: NDArray[Any] = np.eye(vocabulary)[scores_NV.argmax(-1)]
         return one_hot_NV

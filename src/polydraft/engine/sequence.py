@@ -130,6 +130,7 @@ class TokenSequence:
     """Of its own: a text depends neither on its slot nor on its company."""
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
+    """The model's own; once it is made, all that end it."""
     assembler: TextAssembler = field(default_factory=lambda: TextAssembler(None, ()))
     """Turns tokens into text, and finds stop strings."""
     max_positions: int | None = None
@@ -143,7 +144,7 @@ class TokenSequence:
     top_logprobs: int | None = None
     """How many of the likeliest tokens to tell beside each one's log-probability; None for no log-probabilities."""
     row_params: SamplingParams = field(init=False)
-    """The same, with logits processors that are not asked what follows the text's end."""
+    """The same, with the tokens that end it, and logits processors that are not asked what follows the end."""
     tokens: list[int] = field(init=False)
     """Prompt and new tokens."""
     sources: list[str] = field(init=False, default_factory=list)
@@ -156,7 +157,8 @@ class TokenSequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
-        self.row_params = until_end(self.params, self.is_over)
+        self.eos_token_ids = self.params.ends(self.eos_token_ids)
+        self.row_params = until_end(self.params, self.is_over).ending(self.eos_token_ids)
 
     @property
     def done(self) -> bool:
@@ -199,7 +201,7 @@ class TokenSequence:
         kept, pieces = list[int](), list[str]()
         for token in tokens:
             kept.append(token)
-            piece = self.assembler.add(token)
+            piece = "" if token in self.eos_token_ids else self.assembler.add(token)  # no part of the text
             if token in self.eos_token_ids:
                 self.stop_reason = StopReason.EOS
             elif self.assembler.stopped:

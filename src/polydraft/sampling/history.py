@@ -1,4 +1,4 @@
-"""What depends on a text so far: penalties, and logits processors."""
+"""What depends on a text so far: penalties, the first end of text, and logits processors."""
 
 from collections.abc import Sequence
 
@@ -28,7 +28,7 @@ class History(ByRow):
         What the columns of the logits mean, where they are not all tokens.
     """
 
-    ROW_STATE = ("_texts", "_seen_BV", "_counts_BV")
+    ROW_STATE = ("_texts", "_seen_BV", "_counts_BV", "_ends_BV", "_new_B11")
 
     def __init__(
         self,
@@ -46,6 +46,10 @@ class History(ByRow):
         """Which tokens a text has, where some row has a repetition penalty."""
         self._counts_BV: Tensor | None = None
         """How often a text's new tokens have come, where some row has another penalty."""
+        self._ends_BV: Tensor | None = None
+        """Which tokens end a text, where some row must not end at once."""
+        self._new_B11: Tensor | None = None
+        """How many new tokens a text has, likewise."""
 
     def use(self, params: RowParams) -> None:
         """Take the parameters that the rows have from now on."""
@@ -54,11 +58,14 @@ class History(ByRow):
             self._seen_BV = self._new_table("_seen_BV", torch.bool)
         if self._counts_BV is None and self._numbers.used & {"presence_penalty", "frequency_penalty"}:
             self._counts_BV = self._new_table("_counts_BV", torch.float32)
+        if self._ends_BV is None and "min_tokens" in self._numbers.used:
+            self._ends_BV = self._new_table("_ends_BV", torch.bool)
+            self._new_B11 = self._new_table("_new_B11", torch.long, (1, 1))
 
-    def _new_table(self, name: str, dtype: torch.dtype) -> Tensor:
-        zeros_BV = torch.zeros(self._numbers.all_rows, self._vocab_size, dtype=dtype, device=self._device)
-        table_BV: Tensor = self.keep_rows(name, zeros_BV, len(self._params))
-        return table_BV
+    def _new_table(self, name: str, dtype: torch.dtype, shape: tuple[int, ...] = ()) -> Tensor:
+        zeros_BX = torch.zeros(self._numbers.all_rows, *(shape or (self._vocab_size,)), dtype=dtype, device=self._device)
+        table_BX: Tensor = self.keep_rows(name, zeros_BX, len(self._params))
+        return table_BX
 
     def new_row(self, name: str) -> list[int] | bool:
         """Begin with no text, and no token in the tables."""
@@ -74,6 +81,10 @@ class History(ByRow):
                 self._seen_BV[row, torch.as_tensor(list(prompt), dtype=torch.long, device=self._device)] = True
             if self._counts_BV is not None:
                 self._counts_BV[row].zero_()
+            if self._ends_BV is not None and self._new_B11 is not None:
+                self._new_B11[row].zero_()
+                self._ends_BV[row].zero_()
+                self._ends_BV[row, list(self._params.rows[row].stop_token_ids)] = True
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the text of each row."""
@@ -88,6 +99,8 @@ class History(ByRow):
                 self._seen_BV[row, ids] = True
             if self._counts_BV is not None:
                 self._counts_BV[row].scatter_add_(0, ids, torch.ones_like(ids, dtype=torch.float32))
+            if self._new_B11 is not None:
+                self._new_B11[row] += len(tokens)
             if self._params.has_processors:
                 self._texts[row].extend(tokens)
 
@@ -109,6 +122,11 @@ class History(ByRow):
             counts_BGV.scatter_add_(-1, columns_BGP, real_BGP.float())
             scores_BGV = scores_BGV - numbers["presence_penalty"] * (counts_BGV > 0)
             scores_BGV = scores_BGV - numbers["frequency_penalty"] * counts_BGV
+        if self._ends_BV is not None and self._new_B11 is not None and "min_tokens" in numbers.used:
+            # A node's path says how many tokens would come before the next one; a draft need not know them.
+            length_BG1 = self._new_B11 + (paths_BGP != NO_TOKEN).sum(-1, keepdim=True)
+            early_BG1 = length_BG1 < numbers["min_tokens"]
+            scores_BGV = scores_BGV.masked_fill(early_BG1 & self._known(self._ends_BV)[:, None], -torch.inf)
         if not self._params.has_processors:
             return scores_BGV
         return self._processing(scores_BGV, paths_BGP, self._params, self._texts)

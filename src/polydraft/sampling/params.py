@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from numbers import Integral, Real
@@ -18,6 +18,7 @@ LARGEST = 3.4028234663852886e38
 """Largest number of float32, in which penalties are computed."""
 _USUAL_LOGIT = 1e6
 """Far above what models return, and longer than texts are."""
+_MOST_TOKENS = 10**9
 _COLDEST = _USUAL_LOGIT / LARGEST
 _WARM = f"0 (greedy), or at least {_COLDEST:.0e}"
 
@@ -65,6 +66,12 @@ class SamplingParams:
     """Subtract, times its count, from logits of tokens that occur in the output."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
     """Token id to a number added to its logit."""
+    min_tokens: int = 0
+    """Fewest new tokens: until then no end-of-text token is drawn. A stop string still ends the text."""
+    ignore_eos: bool = False
+    """Go on after the model's own end-of-text tokens."""
+    stop_token_ids: tuple[int, ...] = ()
+    """Further tokens that end the text."""
     processors: tuple[Any, ...] = field(default=(), hash=False)
     """Hugging Face `LogitsProcessor` objects, called as `processor(input_ids, scores)` with each node's own ancestors, and not
     about what follows an end."""
@@ -92,6 +99,7 @@ class SamplingParams:
         _check("presence_penalty", self.presence_penalty, True, f"numbers up to {LARGEST:.1e}")
         _check("frequency_penalty", self.frequency_penalty, True, f"numbers up to {LARGEST:.1e}")
         self._check_bias()
+        self._check_ends()
         processors: Any = self.processors
         if not isinstance(processors, Sequence) or not all(callable(processor) for processor in processors):
             raise UsageError(
@@ -103,6 +111,8 @@ class SamplingParams:
         if grammar is not None and not isinstance(grammar, Grammar):
             allowed = "Grammar.json_schema({...}), Grammar.json_object(), Grammar.regex(...), Grammar.lark(...)"
             raise UsageError(f"grammar={shown(grammar)}; allowed: {allowed}")
+        if grammar is not None:
+            self._check_follows()
         self._check_reach()
 
     def _check_bias(self) -> None:
@@ -114,6 +124,26 @@ class SamplingParams:
             is_number = isinstance(value, Real)
             if not (isinstance(token, Integral) and is_number and (abs(value) <= LARGEST or value == -math.inf)):
                 raise UsageError(f"logit_bias={{{token!r}: {shown(value)}}} is out of range; allowed: {allowed}")
+
+    def _check_ends(self) -> None:
+        fewest: Any = self.min_tokens
+        whole = isinstance(fewest, Integral) and not isinstance(fewest, bool)
+        if not whole or not 0 <= fewest <= _MOST_TOKENS:
+            raise UsageError(f"min_tokens={shown(fewest)} is out of range; allowed: whole numbers from 0 to {_MOST_TOKENS}")
+        if not isinstance(self.ignore_eos, bool):
+            raise UsageError(f"ignore_eos={shown(self.ignore_eos)}; allowed: True, False")
+        tokens: Any = self.stop_token_ids
+        listed = isinstance(tokens, Sequence) and not isinstance(tokens, str | bytes)
+        if not listed or not all(isinstance(token, Integral) and not isinstance(token, bool) for token in tokens):
+            raise UsageError(f"stop_token_ids={shown(tokens)}; allowed: token ids")
+        object.__setattr__(self, "min_tokens", int(fewest))
+        object.__setattr__(self, "stop_token_ids", tuple(map(int, tokens)))
+
+    def _check_follows(self) -> None:
+        """Refuse what no grammar allows: a complete text goes on with nothing but an end."""
+        if self.min_tokens or self.ignore_eos:
+            name = "min_tokens" if self.min_tokens else "ignore_eos"
+            raise UsageError(f"{name}={getattr(self, name)} cannot be combined with a grammar, which says where texts end")
 
     def _check_reach(self) -> None:
         """Refuse numbers that can drive any model's logits beyond what float32 holds: no distribution would be left."""
@@ -142,12 +172,22 @@ class SamplingParams:
             self.repetition_penalty != 1
             or self.presence_penalty != 0
             or self.frequency_penalty != 0
+            or self.min_tokens != 0
             or bool(self.processors)
             or self.grammar is not None
         )
 
+    def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
+        """Return the tokens that end a text of a model whose own end-of-text tokens are these."""
+        return frozenset(self.stop_token_ids).union(() if self.ignore_eos else eos_token_ids)
+
+    def ending(self, ends: Iterable[int]) -> "SamplingParams":
+        """Return them with all tokens that end a text as `stop_token_ids`, if these must not come at once."""
+        return dataclasses.replace(self, stop_token_ids=tuple(sorted(ends))) if self.min_tokens else self
+
     def following(self, grammar: Any) -> "SamplingParams":
         """Return them with the processor of a grammar in place of it."""
+        self._check_follows()
         return dataclasses.replace(self, processors=(*self.processors, grammar), grammar=None)
 
 
@@ -248,6 +288,9 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
     if params.top_k > vocab_size:
         allowed = f"0 (keep all) to {vocab_size}"
         raise UsageError(f"top_k={params.top_k} is larger than the vocabulary; allowed: {allowed}")
+    for token in params.stop_token_ids:
+        if not 0 <= token < vocab_size:
+            raise UsageError(f"stop_token_ids has token {token}; allowed: 0 to {vocab_size - 1}, the target's vocabulary")
     if params.logit_bias:
         bias_table(params, vocab_size)
 

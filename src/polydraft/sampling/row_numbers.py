@@ -19,12 +19,13 @@ _NUMBERS: dict[str, float | None] = {
     "repetition_penalty": None,
     "presence_penalty": None,
     "frequency_penalty": None,
+    "min_tokens": None,
 }
 """Parameters that are one number per row, and what stands for "off" in their tensors where that is not the default itself."""
 
 
 def _dtype(name: str) -> torch.dtype:
-    return torch.float64 if name == "top_p" else torch.long if name == "top_k" else torch.float32
+    return torch.float64 if name == "top_p" else torch.long if name in ("top_k", "min_tokens") else torch.float32
 
 
 class _Number(ByRow):
