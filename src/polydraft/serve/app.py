@@ -66,18 +66,19 @@ class Handlers:
         return content
 
     async def models(self, request: Request) -> Response:
-        """List the one model."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
+        """List the one model, by each of its names."""
+        return JSONResponse({"object": "list", "data": list(map(self._model, self._service.names))})
 
     async def model(self, request: Request) -> Response:
         """Describe the one model."""
-        self._service.check_model(request.path_params["name"])
-        return JSONResponse(self._model())
+        name = request.path_params["name"]
+        self._service.check_model(name)
+        return JSONResponse(self._model(name))
 
-    def _model(self) -> dict[str, Any]:
+    def _model(self, name: str) -> dict[str, Any]:
         service = self._service
         return {
-            "id": service.model,
+            "id": name,
             "object": "model",
             "created": 0,
             "owned_by": "polydraft",
@@ -152,7 +153,7 @@ def make_app(service: Service) -> ASGIApp:
             allow_origins=service.options.cors,
             allow_methods=("GET", "POST"),
             allow_headers=("*",),  # clients add their own
-            expose_headers=("retry-after", "x-request-id"),
+            expose_headers=("retry-after", "x-request-id", "x-polydraft-max-tokens"),
             allow_private_network=True,  # browsers ask before a public page calls a private address
         )
     return app

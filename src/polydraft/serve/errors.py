@@ -31,12 +31,11 @@ _ERRORS = {
     "missing_parameter": (400, "{name} is missing or empty; send {example}"),
     "invalid_value": (400, "{message}"),
     "conflicting_parameters": (400, "{names} cannot be combined; send one of them"),
-    "model_not_found": (404, "model {name} is not served here; allowed: {served!r}, or leave it out"),
+    "model_not_found": (404, "model {name} is not served here; allowed: {served}, or leave it out"),
     "too_many_texts": (400, "{count} texts in one request; allowed: at most {most} (n times prompts); send several requests"),
     "context_length_exceeded": (
         400,
-        "a prompt of {length} tokens{new} does not fit into {most} (--slot-tokens of this server); "
-        "shorten it, or ask for fewer new tokens",
+        "a prompt of {length} tokens leaves no room for new ones in {most} (--slot-tokens of this server); shorten it",
     ),
     # The scheduler, and answers that end early: `scheduler`, `streaming`, `replicas`.
     "queue_full": (429, "the queue is full: {limit} texts are running or waiting; try again later"),

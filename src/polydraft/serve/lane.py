@@ -1,5 +1,6 @@
 """A lane: an engine that drafts in one way, with the requests in its slots and in its queue."""
 
+import logging
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -7,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from polydraft.automatic import free_bytes
+from polydraft.devices import is_host
 from polydraft.draft import TreeDrafter
 from polydraft.draft.forced import with_forced
 from polydraft.engine import Decoder, Engine, StopReason
@@ -16,10 +19,16 @@ from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
 from polydraft.models import Context
 from polydraft.models.language_model import PREFILL_CHUNK
+from polydraft.models.placement import agreed
 from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.serve.request import AUTO, OFF, Progress, Request, SlotQueue
 from polydraft.trees import DynamicShape, Topology, parse_dynamic, parse_tree
 
+_LOGGER = logging.getLogger("polydraft.serve")
+LEAST_TOKENS, _MOST_TOKENS, _STEP = 2048, 16384, 256
+"""Of a slot, where nobody says how many."""
+_MOST_ON_HOST = 8e9
+"""Bytes that all slots may take then on a host, which writes some gigabytes a second."""
 _SHORT = 4
 """Tokens of the text that `Lane.reserve` generates."""
 _MOST_NODES, _MOST_LEVELS = 128, 16
@@ -191,6 +200,25 @@ class Lane:
                 isolate=True,
             )
         return self._engine
+
+
+def fitting_tokens(decoder: Decoder, slots: int) -> int:
+    """Return how many tokens each of so many slots may have where nobody says: as many as the model reads and memory allows.
+
+    Memory is written to before the server listens, so on a host there is a limit to that too.
+    """
+    device, most = decoder.target.device, min(decoder.target.max_positions or _MOST_TOKENS, _MOST_TOKENS)
+    free = free_bytes(device)
+    if most <= LEAST_TOKENS or free is None:
+        return min(most, LEAST_TOKENS)
+    one = Lane(decoder, LaneOptions(slots=1, slot_tokens=LEAST_TOKENS, chunk_tokens=PREFILL_CHUNK))
+    one.reserve()
+    room = min(free / 4, _MOST_ON_HOST) if is_host(device) else free / 2
+    fitting = int(room / slots * LEAST_TOKENS / one.cache_bytes) // _STEP * _STEP
+    tokens: int = agreed(min(max(fitting, LEAST_TOKENS), most))
+    size = tokens / LEAST_TOKENS * slots * one.cache_bytes
+    _LOGGER.info("--slot-tokens %d: %d slots take %.1f GB of %.1f GB of free memory", tokens, slots, size / 1e9, free / 1e9)
+    return tokens
 
 
 def with_speculation(decoder: Decoder, speculative: str) -> Decoder:

@@ -39,14 +39,17 @@ class ServeOptions:
     """Let other machines in without API keys."""
     model_name: str | None = None
     """Model name that clients ask for  [default: the target's name]."""
+    model_alias: tuple[str, ...] = ()
+    """Further name that clients may ask for; may be given several times."""
     slots: int = 8
     """Texts to generate at the same time."""
     other_slots: int | None = None
     """Further slots, for texts with a grammar, without speculation or with their own tree  [default: as many as --slots]."""
     own_trees: bool = True
     """Let requests choose trees of their own, and reserve room for them."""
-    slot_tokens: int = 2048
-    """Most tokens per text, including its prompt; all slots reserve memory for this many."""
+    slot_tokens: int | None = None
+    """Most tokens per text, including its prompt; all slots reserve memory for this many  [default: 2048 to 16384, by the
+    model and the free memory]."""
     max_queue: int = 64
     """Most texts waiting for a slot; further requests are told to come back later."""
     max_choices: int = 16

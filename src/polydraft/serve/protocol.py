@@ -9,6 +9,7 @@ from polydraft.errors import UsageError, unknown_name
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.grammar import LARK, REGEX, Grammar
 from polydraft.serve.errors import RequestError, from_library, invalid_value, missing, unsupported
+from polydraft.serve.neutral import KNOWN_ELSEWHERE, changes_nothing
 from polydraft.serve.request import AUTO, OFF
 
 _MOST_LOGPROBS = 20
@@ -17,13 +18,11 @@ _LONGEST_STOP = 256
 _MOST_BIASED = 1024
 _MOST_DIGITS = 20
 """Of a token id: Python does not parse numbers of thousands of digits."""
+_MOST_TOKENS = 10**9
 _PLAIN_LENGTH = 16
 """The API's default for completions."""
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-_NEUTRAL: dict[str, Any] = {"echo": False, "best_of": 1, "store": False, "tools": [], "parallel_tool_calls": True}
-"""Parameters of the API that are not supported, with the values that ask for nothing and are accepted."""
-
 _SPECULATIVE = '"auto", "off", or {"tree": "4x2x1", "trace": true}'
 _OF_DRAFTING = ("tree", "trace", "scheme", "walk", "drafter", "draft")
 _ABOUT_DRAFTING = f'a request chooses how to draft with "speculative": {_SPECULATIVE}; the rest are flags of polydraft serve'
@@ -82,7 +81,9 @@ def read_request(body: dict[str, Any], *, chat: bool, max_choices: int = 1024) -
         wants["top_logprobs"] = _chat_logprobs(left)
     else:
         wants["prompts"] = _prompts(left.pop("prompt", None))
-        wants["max_new_tokens"] = _whole(left, "max_tokens", 1, 10**9, _PLAIN_LENGTH)
+        wants["max_new_tokens"] = _limit(left, "max_tokens", _PLAIN_LENGTH)
+        if left.get("logprobs") is False:  # chats have it so
+            del left["logprobs"]
         wants["top_logprobs"] = _whole(left, "logprobs", 0, _MOST_LOGPROBS, None)
     wants["model"] = _text(left, "model")
     wants["n"] = _whole(left, "n", 1, max_choices, 1)
@@ -93,15 +94,14 @@ def read_request(body: dict[str, Any], *, chat: bool, max_choices: int = 1024) -
     wants["speculative"], wants["trace"] = _speculative(left.pop("speculative", AUTO))
     wants["params"] = _sampling(left)
     wants["grammar"] = _grammar(left)
-    _text(left, "user")  # identifies the end user: changes nothing
+    _check_ends(wants["params"], wants["max_new_tokens"], wants["grammar"])
     _refuse_rest(left, wants["n"], chat)
     return CompletionRequest(**wants)
 
 
 def _refuse_rest(left: Mapping[str, Any], n: int, chat: bool) -> None:
     for name, value in left.items():
-        neutral = n if name == "best_of" else _NEUTRAL.get(name)
-        if name in _NEUTRAL and type(value) is type(neutral) and value == neutral:
+        if changes_nothing(name, value, n):
             continue
         if name in KNOWN_ELSEWHERE:
             raise unsupported(name)
@@ -144,9 +144,16 @@ def _text(left: dict[str, Any], name: str) -> str | None:
     return value
 
 
+def _limit(left: dict[str, Any], name: str, default: int | None = None) -> Any:
+    """Read how many tokens a text may get; None, or -1 in the request, for as many as fit."""
+    value = _whole(left, name, -1, _MOST_TOKENS, default)
+    if value == 0:
+        raise invalid_value(name, 0, f"whole numbers from 1 to {_MOST_TOKENS}, or -1 for as many as fit")
+    return None if value == -1 else value
+
+
 def _max_tokens(left: dict[str, Any]) -> Any:
-    old = _whole(left, "max_tokens", 1, 10**9, None)
-    new = _whole(left, "max_completion_tokens", 1, 10**9, None)
+    old, new = _limit(left, "max_tokens"), _limit(left, "max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise RequestError("conflicting_parameters", param="max_tokens", names="max_tokens and max_completion_tokens")
     return old if new is None else new
@@ -154,7 +161,7 @@ def _max_tokens(left: dict[str, Any]) -> Any:
 
 def _chat_logprobs(left: dict[str, Any]) -> int | None:
     wanted, top = _flag(left, "logprobs"), _whole(left, "top_logprobs", 0, _MOST_LOGPROBS, None)
-    if top is not None and not wanted:
+    if top and not wanted:
         raise invalid_value("top_logprobs", top, 'none without "logprobs": true')
     return (top or 0) if wanted else None
 
@@ -177,7 +184,8 @@ def _message(message: Any, where: str) -> dict[str, str]:
     if not isinstance(message.get("name"), str | None):
         raise invalid_value(f"{where}.name", message["name"], "a string")
     role = "system" if message["role"] == "developer" else message["role"]
-    return {"role": role, "content": _content(message.get("content"), where)}
+    content = message.get("content")
+    return {"role": role, "content": _content("" if content is None and role == "assistant" else content, where)}
 
 
 def _content(content: Any, where: str) -> str:
@@ -219,14 +227,12 @@ def _stop(value: Any) -> tuple[str, ...]:
 def _stream_options(value: Any, stream: bool) -> bool:
     if value is None:
         return False
-    if not stream:
-        raise invalid_value("stream_options", value, 'none without "stream": true')
     if not isinstance(value, dict) or not set(value) <= {"include_usage", "include_obfuscation"}:
         raise invalid_value("stream_options", value, '{"include_usage": true}')
     wanted = dict(value)
     if _flag(wanted, "include_obfuscation"):
         raise unsupported("stream_options.include_obfuscation")
-    return _flag(wanted, "include_usage")
+    return _flag(wanted, "include_usage") and stream
 
 
 def _speculative(value: Any) -> tuple[str, bool]:
@@ -275,11 +281,23 @@ def _sampling(left: dict[str, Any]) -> SamplingParams:
             given[name] = _number(name, left.pop(name), "numbers")
     if (top_k := _whole(left, "top_k", -1, 2**31, None)) is not None:
         given["top_k"] = max(top_k, 0)  # -1 means "all" elsewhere
+    given["min_tokens"] = _whole(left, "min_tokens", 0, _MOST_TOKENS, 0)
+    given["ignore_eos"] = _flag(left, "ignore_eos")
+    given["stop_token_ids"] = left.pop("stop_token_ids", ())
     given["logit_bias"] = _bias(left.pop("logit_bias", {}))
     try:
         return SamplingParams(**given)
     except UsageError as error:
         raise from_library(error, sampling_name(error)) from None
+
+
+def _check_ends(params: SamplingParams, max_new_tokens: int | None, grammar: Grammar | None) -> None:
+    """Refuse texts that could not end."""
+    if params.min_tokens > (max_new_tokens or _MOST_TOKENS):
+        raise invalid_value("min_tokens", params.min_tokens, f"at most max_tokens, which is {max_new_tokens}")
+    if grammar is not None and (params.min_tokens or params.ignore_eos):
+        name = "min_tokens" if params.min_tokens else "ignore_eos"
+        raise RequestError("conflicting_parameters", param=name, names=f"{name} and a grammar, which says where texts end,")
 
 
 def sampling_name(error: UsageError) -> str | None:
@@ -300,14 +318,8 @@ def _bias(value: Any) -> dict[int, float]:
 
 
 _SHARED_NAMES = {
-    "model", "n", "seed", "stop", "stream", "stream_options", "speculative", "response_format", "grammar", "regex", "user",
-    "top_k", "logit_bias", *_NUMBERS,
+    "model", "n", "seed", "stop", "stream", "stream_options", "speculative", "response_format", "grammar", "regex",
+    "top_k", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", *_NUMBERS,
 }  # fmt: skip
 CHAT_NAMES = {"messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", *_SHARED_NAMES}
 COMPLETION_NAMES = {"prompt", "max_tokens", "logprobs", *_SHARED_NAMES}
-KNOWN_ELSEWHERE = {
-    *_NEUTRAL, "suffix", "functions", "function_call", "tool_choice", "modalities", "audio", "prediction", "metadata",
-    "reasoning_effort", "service_tier", "verbosity", "web_search_options", "prompt_cache_key",
-    "safety_identifier", "top_a", "typical_p", "mirostat", "ignore_eos", "min_tokens", "length_penalty", "use_beam_search",
-}  # fmt: skip
-"""Parameters of the API, and of other servers, that are not supported."""

@@ -27,6 +27,7 @@ from polydraft.options import LoadOptions
 from polydraft.serve.app import make_app
 from polydraft.serve.cluster import cluster_with_room
 from polydraft.serve.errors import RequestError, error_event, send_error
+from polydraft.serve.lane import LEAST_TOKENS
 from polydraft.serve.logs import log_as
 from polydraft.serve.options import ReplicaOptions, ServeOptions, host_and_port
 from polydraft.serve.service import Service
@@ -296,6 +297,7 @@ def application(arguments: Mapping[str, Any]) -> Any:
         given[group][name] = option.read(value) if isinstance(value, str) else value
     replicas = ReplicaOptions(**{**given["replicas"], "ray": True})
     settings = ServeOptions(**given["options"])
+    given["options"]["slot_tokens"] = settings.slot_tokens or LEAST_TOKENS  # the same for all, whatever memory each finds
     LoadOptions(**given["loading"])  # refuse wrong options here, not in a remote process
     scaled: dict[str, Any] = {"num_replicas": replicas.replicas}
     if replicas.max_replicas is not None and replicas.max_replicas > replicas.replicas:

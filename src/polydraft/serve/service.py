@@ -17,7 +17,7 @@ from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_seed
 from polydraft.sampling.grammar import Grammar, Grammars
 from polydraft.serve.errors import RequestError, from_library, unsupported
-from polydraft.serve.lane import LaneOptions, with_speculation
+from polydraft.serve.lane import LaneOptions, fitting_tokens, with_speculation
 from polydraft.serve.metrics import Metrics
 from polydraft.serve.options import ServeOptions
 from polydraft.serve.protocol import CompletionRequest, sampling_name
@@ -44,7 +44,10 @@ class Service:
             raise UsageError("a server needs a tokenizer; load the target with one")
         self.decoder, self.options = decoder, options
         self.model = options.model_name or decoder.target.name
-        self.slot_tokens = min(options.slot_tokens, decoder.target.max_positions or options.slot_tokens)
+        self.names = tuple(dict.fromkeys((self.model, *options.model_alias)))
+        """What clients may call the model; answers say the first."""
+        slot_tokens = options.slot_tokens or fitting_tokens(decoder, options.slots + (options.other_slots or options.slots))
+        self.slot_tokens = min(slot_tokens, decoder.target.max_positions or slot_tokens)
         self.metrics = Metrics()
         lanes = LaneOptions(
             slots=options.slots,
@@ -77,8 +80,8 @@ class Service:
 
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model."""
-        if name is not None and name != self.model:
-            raise RequestError("model_not_found", param="model", name=shown(name), served=self.model)
+        if name is not None and name not in self.names:
+            raise RequestError("model_not_found", param="model", name=shown(name), served=", ".join(map(repr, self.names)))
 
     async def submit(self, wanted: CompletionRequest) -> tuple[Request, ResponseBuilder]:
         """Queue a request."""
@@ -162,15 +165,14 @@ class Service:
             raise from_library(error, sampling_name(error) or wanted.prompt_name) from None
 
     def _limit(self, length: int, wanted: CompletionRequest) -> int:
-        """Return how many tokens a text may get; refuse what does not fit into a slot."""
+        """Return how many tokens a text may get: no more than fit into a slot; refuse a prompt that leaves no room."""
         room = self.slot_tokens - length
-        if room < 1 or (wanted.max_new_tokens is not None and wanted.max_new_tokens > room):
+        if room < 1:
             raise self._too_long(str(length), wanted)
-        return room if wanted.max_new_tokens is None else wanted.max_new_tokens
+        return min(room, wanted.max_new_tokens or room)
 
     def _too_long(self, length: str, wanted: CompletionRequest) -> RequestError:
-        new = "" if wanted.max_new_tokens is None else f" and {wanted.max_new_tokens} new ones"
-        return RequestError("context_length_exceeded", param=wanted.prompt_name, length=length, new=new, most=self.slot_tokens)
+        return RequestError("context_length_exceeded", param=wanted.prompt_name, length=length, most=self.slot_tokens)
 
     def _compiled(self, grammar: Grammar) -> str:
         """Compile a grammar."""

@@ -69,7 +69,7 @@ class CompletionResponse:
                 events = _events(self._request, builder)
                 if self._wanted.stream:
                     first = await anext(events)  # a request that fails before its first token still gets a status
-                    await _start(send, b"text/event-stream", (b"cache-control", b"no-store"))
+                    await self._start(send, b"text/event-stream", (b"cache-control", b"no-store"))
                     begun = True
                     await self._stream(send, first, events, builder)
                 else:
@@ -111,10 +111,18 @@ class CompletionResponse:
         try:
             async with asyncio.timeout(self._options.client_seconds):
                 if whole:
-                    await _start(send, b"application/json", (b"content-length", str(len(body)).encode()))
+                    await self._start(send, b"application/json", (b"content-length", str(len(body)).encode()))
                 await send({"type": "http.response.body", "body": body, "more_body": not whole})
         except (TimeoutError, OSError) as error:
             raise ClientGoneError from error
+
+    async def _start(self, send: Send, kind: bytes, *headers: tuple[bytes, bytes]) -> None:
+        """Begin the response; say if texts may have fewer tokens than they were to have."""
+        assert self._request is not None, "it has been submitted"
+        given = min(one.max_new_tokens for one in self._request.sequences)
+        if given < (self._wanted.max_new_tokens or given):
+            headers += ((b"x-polydraft-max-tokens", str(given).encode()),)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind), *headers]})
 
     def _log(self, scope: Scope, request: Request, builder: ResponseBuilder) -> None:
         usage, state = builder.usage, scope["state"]
@@ -135,10 +143,6 @@ async def _events(request: Request, builder: ResponseBuilder) -> AsyncIterator[P
         builder.add(progress)
         left -= progress.emitted.stop_reason is not None
         yield progress
-
-
-async def _start(send: Send, kind: bytes, header: tuple[bytes, bytes]) -> None:
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", kind), header]})
 
 
 async def disconnected(receive: Receive) -> None:
