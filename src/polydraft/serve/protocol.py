@@ -297,7 +297,7 @@ def _check_ends(params: SamplingParams, max_new_tokens: int | None, grammar: Gra
         raise invalid_value("min_tokens", params.min_tokens, f"at most max_tokens, which is {max_new_tokens}")
     if grammar is not None and (params.min_tokens or params.ignore_eos):
         name = "min_tokens" if params.min_tokens else "ignore_eos"
-        raise RequestError("conflicting_parameters", param=name, names=f"{name} and a grammar, which says where texts end,")
+        raise RequestError("conflicting_parameters", param=name, names=f"{name} and a grammar")
 
 
 def sampling_name(error: UsageError) -> str | None:
