@@ -29,6 +29,7 @@ SAMPLINGS = {
     "greedy": SamplingParams(temperature=0),
     "sampled": SamplingParams(),
     "truncated": SamplingParams(temperature=0.8, top_k=20, top_p=0.9, repetition_penalty=1.2),
+    "late end": SamplingParams(min_tokens=35, stop_token_ids=tuple(range(0, 60, 3))),
 }
 
 
