@@ -89,9 +89,9 @@ def missing(name: str, example: str) -> RequestError:
     return RequestError("missing_parameter", param=name, name=name, example=example)
 
 
-def unsupported(name: str, where: str = "here") -> RequestError:
+def unsupported(name: str, where: str = "here", reason: str | None = None) -> RequestError:
     """Refuse a parameter that the API or another server has, and this one has not."""
-    return RequestError("unsupported_parameter", param=name, name=shown(name), where=where)
+    return RequestError("unsupported_parameter", param=name, reason=reason, name=shown(name), where=where)
 
 
 def from_library(error: UsageError, param: str | None, *, private: bool = False) -> RequestError:

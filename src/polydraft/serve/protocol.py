@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polydraft.errors import UsageError, unknown_name
+from polydraft.errors import UsageError, shown, unknown_name
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.grammar import LARK, REGEX, Grammar
 from polydraft.serve.errors import RequestError, from_library, invalid_value, missing, unsupported
@@ -104,7 +104,7 @@ def _refuse_rest(left: Mapping[str, Any], n: int, chat: bool) -> None:
         if changes_nothing(name, value, n):
             continue
         if name in KNOWN_ELSEWHERE:
-            raise unsupported(name)
+            raise unsupported(name, f"with the value {shown(value)}", f"{name} is not supported with this value")
         message = f"unknown parameter {name!r}; {_ABOUT_DRAFTING}"
         if name not in _OF_DRAFTING:
             message = str(unknown_name("parameter", name, CHAT_NAMES if chat else COMPLETION_NAMES))
