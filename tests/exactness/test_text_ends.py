@@ -161,6 +161,22 @@ def test_texts_go_on_after_ends_that_are_ignored_and_end_before_their_own() -> N
         assert short.text == words.decode(short.token_ids[: -1 if ended else None])
 
 
+def test_beams_end_before_tokens_that_are_asked_for() -> None:
+    words, sampling = Words("a", "b", "c"), SamplingParams(ignore_eos=True, stop_token_ids=[OWN])
+    beams, ended = BeamDecoder(small_decoder("model", words, eos_token_ids=[END])), 0
+    for stop in ((), "x"):
+        stream = beams.stream(PROMPT, beams=3, mode="search", sampling=sampling, max_new_tokens=5, stop=stop)
+        pieces = [event.text for event in stream]
+        found = stream.result().texts
+        assert "".join(pieces) == found[0].text
+        for text in found:
+            is_over = text.stop_reason == StopReason.EOS
+            assert OWN not in text.token_ids[:-1] and is_over == (text.token_ids[-1] == OWN)
+            assert text.text == words.decode(text.token_ids[: -1 if is_over else None])
+            ended += is_over
+    assert ended > 1
+
+
 @pytest.mark.parametrize(("options", "message"), [
     ({"min_tokens": -1}, "min_tokens=-1 is out of range; allowed: whole numbers from 0"),
     ({"min_tokens": 1.5}, "min_tokens=1.5 is out of range"),

@@ -175,8 +175,8 @@ class BeamStream(Iterator[TokenEvent]):
         if self._run.done and not last:
             return  # the rest of the text follows with its end
         for index, node in enumerate(path[self._sent :], start=self._sent):
-            piece = self._assembler.add(node.token)
             ends = last and index == len(path) - 1
+            piece = "" if ends and reason == StopReason.EOS else self._assembler.add(node.token)
             if ends:
                 piece += self._assembler.finish()
             self._queue.append(
@@ -195,10 +195,12 @@ class BeamStream(Iterator[TokenEvent]):
         return BeamGeneration([self._scored(one) for one in self._run.results()], self.stats, dict(self.settings))
 
     def _scored(self, one: Hypothesis) -> ScoredText:
-        tokens = one.node.tokens()
+        tokens, end = one.node.tokens(), one.node
+        if one.reason == StopReason.EOS and end.parent is not None:  # no part of the text
+            end = end.parent
         if self._run.ends.stops.any:
-            text = self._run.ends.stops.text(one.node)
+            text = self._run.ends.stops.text(end)
         else:
-            text = "" if self._tokenizer is None else self._tokenizer.decode(tokens, skip_special_tokens=True)
+            text = "" if self._tokenizer is None else self._tokenizer.decode(end.tokens(), skip_special_tokens=True)
         log_probs = [node.log_prob for node in one.node.path()]
         return ScoredText(text, tokens, log_probs, self._sources(one.node), one.reason, one.score)

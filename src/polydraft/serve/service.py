@@ -169,7 +169,7 @@ class Service:
         room = self.slot_tokens - length
         if room < 1:
             raise self._too_long(str(length), wanted)
-        return min(room, wanted.max_new_tokens or room)
+        return room if wanted.max_new_tokens is None else min(room, wanted.max_new_tokens)
 
     def _too_long(self, length: str, wanted: CompletionRequest) -> RequestError:
         return RequestError("context_length_exceeded", param=wanted.prompt_name, length=length, most=self.slot_tokens)
