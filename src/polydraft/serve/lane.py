@@ -27,7 +27,7 @@ from polydraft.trees import DynamicShape, Topology, parse_dynamic, parse_tree
 _LOGGER = logging.getLogger("polydraft.serve")
 LEAST_TOKENS, _MOST_TOKENS, _STEP = 2048, 16384, 256
 """Of a slot, where nobody says how many."""
-_MOST_ON_HOST = 8e9
+_MOST_ON_HOST = 4e9
 """Bytes that all slots may take then on a host, which writes some gigabytes a second."""
 _SHORT = 4
 """Tokens of the text that `Lane.reserve` generates."""
