@@ -165,6 +165,8 @@ def check_distribution(options: BeamOptions, sampling: SamplingParams | None) ->
     """Return the sampling parameters to use, refusing those that would be ignored."""
     if sampling is not None and sampling.grammar is not None:
         raise UsageError("grammars are for single texts, not for beams; leave the grammar out")
+    if sampling is not None and sampling.prediction is not None:
+        raise UsageError("predictions are for single texts, not for beams; leave the prediction out")
     if options.mode == BeamMode.SAMPLE:
         params = sampling or _PLAIN
         if params.temperature == 0:

@@ -53,6 +53,11 @@ class Builder(ByRow, ABC):
         """Random numbers per row that the next `build` uses."""
 
     @property
+    def plenty(self) -> Sequence[bool] | None:
+        """Rows whose last tree makes a draft's candidates superfluous; None where that is never said."""
+        return None
+
+    @property
     def resting(self) -> bool:
         """Whether the next tree is the root alone, and the source is not asked."""
         return self.policy is not None and self.policy.idle and self.source.can_wait

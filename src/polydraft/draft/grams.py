@@ -17,7 +17,7 @@ from polydraft.draft.costs import GRAMS, measured_costs
 from polydraft.draft.device_trie import DeviceTrieBuilder, on_device
 from polydraft.draft.drafter import DRAFTERS, Drafter, Parts
 from polydraft.draft.gram_options import GramTreeOptions, RiderOptions, Sizes
-from polydraft.draft.policy import RowPolicy
+from polydraft.draft.policy import FAIR, Belief, RowPolicy
 from polydraft.draft.session import DraftSession
 from polydraft.draft.source import Source
 from polydraft.draft.speedup import Costs
@@ -25,6 +25,7 @@ from polydraft.draft.trie import Limits, TokenTrie, as_draft_tree, check_node_wa
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel
 from polydraft.ngrams import GRAM_CACHES, GramCache, GramMemory
+from polydraft.ngrams.prediction import PREDICTION
 from polydraft.registry import Registry
 from polydraft.rows import ByRow
 from polydraft.sampling import RowParams
@@ -39,6 +40,8 @@ GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
     "corpus": ("corpus",),
 }
 """Drafters that need no draft model, with the caches they ask; `self-draft` also has riders (`RIDERS`)."""
+_PLENTY = 4.0
+"""Tokens that a prediction must promise to be followed alone: a draft's passes, and what its candidates cost, are saved."""
 NOTHING_FOUND = "n-grams had nothing to propose that would pay"
 
 
@@ -57,6 +60,8 @@ class GramTree(Drafter):
         On a CPU, propose no more than pays, and nothing while proposals do not pay.
     costs : Costs, optional
         What passes cost, for that; measured when first needed, and kept for this machine, if not given.
+    belief : Belief
+        Of the caches, before the first round.
     """
 
     def __init__(
@@ -67,10 +72,12 @@ class GramTree(Drafter):
         *,
         pauses: bool = False,
         costs: Costs | None = None,
+        belief: Belief = FAIR,
     ) -> None:
         self.name, self.lossless = name, not options.flat_blocks
         self.caches, self.options, self.costs = tuple(caches), options, costs
-        self.pauses = pauses and self.lossless
+        self.pauses, self.belief = pauses and self.lossless, belief
+        self.predicts = any(cache.name == PREDICTION for cache in self.caches)
 
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
         """Go to work on a batch."""
@@ -98,7 +105,7 @@ class GramTree(Drafter):
         most, riders = 1 + sizes.nodes, sizes.riders.most
         costs = self.costs or measured_costs(target, None, most, GRAMS)
         overhead = costs.overhead + costs.tree_pass(1 + riders) - costs.tree_pass(1)
-        return RowPolicy(dataclasses.replace(costs, overhead=overhead), batch_size, most)
+        return RowPolicy(dataclasses.replace(costs, overhead=overhead), batch_size, most, belief=self.belief)
 
 
 class Riders(ByRow):
@@ -261,6 +268,14 @@ class TrieBuilder(Builder):
         return self.source.riders.num_uniforms
 
     @property
+    def plenty(self) -> Sequence[bool] | None:
+        """Rows whose prediction promises more than drafts bring."""
+        if PREDICTION not in self.source.names:
+            return None
+        pairs = (zip(trie.sources, trie.chances, strict=True) for trie in self._tries)
+        return [sum(chance for source, chance in one if source == PREDICTION) >= _PLENTY for one in pairs]
+
+    @property
     def rest_reason(self) -> str:
         """What the policy says of rows that rest; others have found nothing."""
         policy = self.policy if any(self.source.resting) else None
@@ -312,6 +327,9 @@ class TrieBuilder(Builder):
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Take note of new rows."""
         super().begin(texts, rows, params)
+        for row in rows:
+            for memory in self.source.memories[row]:
+                memory.expect(params.rows[row].predicted)
         self.source.riders.admit(texts, rows, params)
 
     def use(self, params: RowParams) -> None:

@@ -179,6 +179,8 @@ class Pace:
         """Probability of fronts, and what the level below them brought."""
         self.rest, self.trial, self.next_rest = 0, load.trial, SHORTEST_REST
         """Rounds left to rest, rounds left before the next rest may begin, and how long that will be."""
+        self.works, self.spared = True, False
+        """Whether the row takes part in rounds, and whether the next one needs no draft for it."""
         if adaptive and load.hopeless:
             # Drafting can hardly pay on this machine: plain first, then now and then a trial, for a draft better than most.
             self.rest, self.next_rest, self.tokens = _FIRST_REST, LONGEST_REST, self.spent
@@ -315,7 +317,16 @@ class RowPolicy(ByRow):
         """
         sharing = [pace for pace in self.paces if pace.load.rows > 1]
         enough = 2 * sum(pace.rest == 0 for pace in sharing) >= len(sharing)
-        return [pace.rest == 0 and (enough or pace.load.rows == 1) for pace in self.paces]
+        return [pace.rest == 0 and not pace.spared and (enough or pace.load.rows == 1) for pace in self.paces]
+
+    def spare(self, rows: Sequence[bool]) -> None:
+        """Say for which rows the next round has candidates enough without a draft."""
+        for pace, spared in zip(self.paces, rows, strict=True):
+            pace.spared = spared
+        self._note_idleness()
+
+    def _note_idleness(self) -> None:
+        self.idle = not any(drafts and pace.works for drafts, pace in zip(self.drafting, self.paces, strict=True))
 
     def wants_level(self, mass_B: Tensor, levels: int) -> Tensor:
         """Say which rows want one more level below candidates of that total probability, the last of so many levels."""
@@ -379,6 +390,7 @@ class RowPolicy(ByRow):
         """Compare the round with its plan."""
         plans, self._plans = self._plans or [Plan(0.0, 0, 0)] * len(self.paces), None
         for pace, plan, count, works in zip(self.paces, plans, accepted, active, strict=True):
+            pace.works = works
             if works:
                 pace.learn(plan, count)
-        self.idle = not any(drafts and works for drafts, works in zip(self.drafting, active, strict=True))
+        self._note_idleness()

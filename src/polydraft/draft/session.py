@@ -300,10 +300,12 @@ class DraftSession(ByRow):
                 return DraftTree.from_topology(Topology(), pending_B1, (), torch.zeros_like(pending_B1[0]))
             return self._attached(host_tree or self._host_tree(tail_B2, uniforms_BU), uniforms_BU)
         certain = host_tree
-        self._drafted = not self._drawn.resting
         if certain is None and self._certain is not None:
             with nullcontext() if self._certain.on_host else self._aside.working(tail_B2.device):
                 certain = self._host_tree(tail_B2, uniforms_BU)
+        if self._certain is not None and self._certain.plenty is not None and self._drawn.policy is not None:
+            self._drawn.policy.spare(self._certain.plenty)
+        self._drafted = not self._drawn.resting
         drawn = self._drawn.build(tail_B2, uniforms_BU[:, : self._drawn.num_uniforms])
         if certain is None or self._border is None:
             return drawn

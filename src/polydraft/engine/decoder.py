@@ -6,10 +6,12 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any, Unpack, cast, overload
 
 from polydraft.draft import Drafter, Plain
 from polydraft.draft.forced import with_forced
+from polydraft.draft.predicted import with_prediction
 from polydraft.engine.loop import Engine
 from polydraft.engine.request import Options, Request, rows_of, token_ids
 from polydraft.engine.sequence import Generation, SequenceOptions, TokenSequence, is_steady
@@ -93,6 +95,8 @@ class Decoder:
         """Made when first asked for: that takes a second."""
         self._with_forced = with_forced(self.drafter)
         """Who drafts for texts with grammars."""
+        self._predicting: Drafter | None = None
+        """Who drafts for texts with predictions, once there was one."""
         self._kept: tuple[Drafter, Workspace] | None = None
         self._spare: deque[tuple[Drafter, Workspace]] = deque(maxlen=_MOST_SPARE)
         """Workspaces of a GPU, whose captured rounds are worth keeping."""
@@ -171,10 +175,12 @@ class Decoder:
         request = Request.from_options(options)
         texts = [self.encode(prompt, request.chat) for prompt in rows_of(prompts)[0]]
         check_prompts(texts, self.target.max_positions, self.target.vocab_size)
-        asked, seeds = request.row_params(len(texts)), request.seeds(len(texts))
+        asked, seeds = request.row_params(len(texts)).map(self.with_prediction_read), request.seeds(len(texts))
         limits, stops = request.row_limits(len(texts)), request.row_stops(len(texts))
         grammars = self._grammar_processors(asked, texts)
         drafter = self._with_forced if any(grammars) else self.drafter
+        if any(own.predicted for own in asked):  # which beside a grammar takes the place of what that forces
+            drafter = self._predicting = self._predicting or with_prediction(self.drafter)
         sequences = [
             self.sequence(
                 text,
@@ -305,6 +311,15 @@ class Decoder:
             Whether tokens are drawn at temperatures above 0, as beam search never does.
         """
         return params if self.defaults is None else self.defaults.fill(params, len(prompt), draws=draws)
+
+    def with_prediction_read(self, params: SamplingParams) -> SamplingParams:
+        """Return sampling parameters with the prediction as token ids."""
+        if not isinstance(params.prediction, str):
+            return params
+        if self.tokenizer is None:
+            raise UsageError("a prediction in words needs a tokenizer; pass token ids, or tokenizer=... to the Decoder")
+        check_text(params.prediction)
+        return replace(params, prediction=self.tokenizer(params.prediction, add_special_tokens=False)["input_ids"])
 
     def assembler(self, stop: Sequence[str]) -> TextAssembler:
         """Return what turns new tokens into text, which ends before the first of these strings."""

@@ -84,8 +84,10 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
     with stats.clock("verify"):
         if foreseen:
             state.warper.foresee(paths)
-        target_distributions = distributions(state, features_BNF[:, : features_BNF.shape[1] - draft.riders])
         candidates = draft.without_riders()
+        nodes = candidates.tokens_BN.shape[1]
+        # A long path is one that is likely to be followed: n-grams, and what a request predicts.
+        target_distributions = distributions(state, features_BNF[:, :nodes], draft.reach == nodes - 1)
         verdict = walk.run(session.scheme, candidates, target_distributions, walk_BU)
         if state.warper.params.mixed:
             verdict = greedy_verdict(candidates, target_distributions).where(state.greedy_B, verdict)
@@ -100,11 +102,11 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
         return outcome.reporting(report_BX)
 
 
-def distributions(state: State, features_BNF: Tensor) -> TargetDistributions:
-    """Return the target's distributions at the nodes, as the walk asks for them."""
+def distributions(state: State, features_BNF: Tensor, likely: bool = False) -> TargetDistributions:
+    """Return the target's distributions at the nodes, as the walk asks for them; `likely` if it may well visit them all."""
     batch_size, nodes, _ = features_BNF.shape
     # The output head is large: reading it once for all nodes is cheaper than once for each node that is visited, as long
     # as multiplying is cheaper than reading: with matrix units (half precision), or for few nodes.
-    cheap = features_BNF.dtype in (torch.bfloat16, torch.float16) or nodes <= _FEW_NODES
+    cheap = features_BNF.dtype in (torch.bfloat16, torch.float16) or nodes <= _FEW_NODES or likely
     small = 4 * batch_size * nodes * state.target.vocab_size <= _LOGITS_BYTES
     return TargetDistributions(features_BNF, state.target.head, state.warper, whole=cheap and small)

@@ -78,6 +78,9 @@ class SamplingParams:
     grammar: Grammar | None = field(default=None, hash=False)
     """What the text is to follow: a JSON schema, a regular expression, or rules in Lark's notation. It is the last of the
     `processors`."""
+    prediction: str | Sequence[int] | None = field(default=None, compare=False)
+    """What the text is expected to be: text, or token ids. It changes speed and nothing else, so parameters that differ in it
+    alone are equal."""
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -114,6 +117,16 @@ class SamplingParams:
         if grammar is not None:
             self._check_follows()
         self._check_reach()
+        self._check_prediction()
+
+    def _check_prediction(self) -> None:
+        value: Any = self.prediction
+        if value is None or isinstance(value, str):
+            return
+        tokens = value.tolist() if hasattr(value, "tolist") else value
+        if not isinstance(tokens, Sequence) or not all(isinstance(one, Integral) and int(one) >= 0 for one in tokens):
+            raise UsageError(f"prediction={shown(value)}; allowed: text, or token ids")
+        object.__setattr__(self, "prediction", tuple(map(int, tokens)))
 
     def _check_bias(self) -> None:
         allowed = f"token ids with numbers up to {LARGEST:.1e}, or -inf to ban a token"
@@ -184,6 +197,11 @@ class SamplingParams:
     def ending(self, ends: Iterable[int]) -> "SamplingParams":
         """Return them with all tokens that end a text as `stop_token_ids`, if these must not come at once."""
         return dataclasses.replace(self, stop_token_ids=tuple(sorted(ends))) if self.min_tokens else self
+
+    @property
+    def predicted(self) -> tuple[int, ...]:
+        """The prediction's tokens, once it has been tokenized."""
+        return self.prediction if isinstance(self.prediction, tuple) else ()
 
     def following(self, grammar: Any) -> "SamplingParams":
         """Return them with the processor of a grammar in place of it."""
@@ -293,6 +311,9 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
             raise UsageError(f"stop_token_ids has token {token}; allowed: 0 to {vocab_size - 1}, the target's vocabulary")
     if params.logit_bias:
         bias_table(params, vocab_size)
+    if max(params.predicted, default=0) >= vocab_size:
+        unknown = max(params.predicted)
+        raise UsageError(f"prediction holds token {unknown}; allowed: 0 to {vocab_size - 1}, the target's vocabulary")
 
 
 def bias_table(params: SamplingParams, vocab_size: int) -> Tensor:

@@ -1,0 +1,61 @@
+"""Predicted outputs beside whatever drafts otherwise: for texts whose requests say what they expect them to be.
+
+Guarantee: candidates depend on the past and on the request only, so they are verified as n-grams are, among which they are.
+"""
+
+import dataclasses
+
+from polydraft.draft.drafter import Drafter, Plain
+from polydraft.draft.gram_options import GramTreeOptions, RiderOptions
+from polydraft.draft.grams import GramTree
+from polydraft.draft.policy import FAIR
+from polydraft.draft.speedup import Costs
+from polydraft.draft.tree_drafter import Combination, TreeDrafter
+from polydraft.errors import UsageError
+from polydraft.ngrams.prediction import PREDICTION, PredictionCache
+
+_LENGTH = 64
+"""Most candidates of a round: a prediction that holds goes on for long. How many of them pay is decided round by round."""
+_BELIEF = dataclasses.replace(FAIR, typical=((9, 1, 7.0), (17, 1, 12.0), (33, 1, 20.0)), most_rate=2.0)
+"""A prediction is right for most of the text, or nobody would have made it."""
+
+
+def with_prediction(drafter: Drafter, costs: Costs | None = None) -> Drafter:
+    """Let a drafter propose what requests predict as well.
+
+    Parameters
+    ----------
+    drafter : Drafter
+        Draws a tree, asks n-grams, does both, or nothing.
+    costs : Costs, optional
+        What passes cost on a CPU; measured when first needed, if not given.
+
+    Raises
+    ------
+    UsageError
+        If it verifies in a way of its own.
+    """
+    grams: GramTree | None = None
+    match drafter:
+        case GramTree(predicts=True) | Combination(grams=GramTree(predicts=True)):
+            return drafter
+        case Combination(tree=tree):
+            return Combination(tree, _predicting(drafter.grams, costs))
+        case TreeDrafter():
+            return Combination(drafter, _predicting(None, costs or drafter.costs))
+        case GramTree(lossless=True):
+            grams = drafter
+        case Plain():
+            pass
+        case _:
+            raise UsageError(f"drafter {drafter.name!r} cannot follow a prediction; leave the prediction out")
+    return _predicting(grams, costs)
+
+
+def _predicting(grams: GramTree | None, costs: Costs | None) -> GramTree:
+    """Ask the prediction before all other caches."""
+    if grams is None:
+        grams = GramTree(PREDICTION, (), GramTreeOptions(riders=RiderOptions(branches=0)), costs=costs)
+    options = dataclasses.replace(grams.options, nodes=max(grams.options.nodes or 0, _LENGTH), depth=_LENGTH)
+    caches = (PredictionCache(), *grams.caches)
+    return GramTree(grams.name, caches, options, pauses=True, costs=costs or grams.costs, belief=_BELIEF)

@@ -1,0 +1,132 @@
+"""What a request expects its text to be, as an n-gram memory: followed while the text does, and found again after an edit.
+
+The place in the predicted tokens moves on with the text. Where the text leaves it, the text's last tokens are looked up in the
+prediction: the longest match counts, and of equal ones the next one behind the place that was lost, as where a file is
+compared with its edited copy. How likely the next token is follows from how many tokens match by now, and from how often
+that came true in this very text: of a wrong prediction nothing is proposed after a few rounds.
+"""
+
+from collections.abc import Sequence
+
+from polydraft.ngrams.cache import GramCache, GramMemory, GramOptions, Match, Way
+
+PREDICTION = "prediction"
+_LONGEST, _LEAST = 16, 2
+"""Tokens of the text's end that are compared, and how many must match anywhere in the prediction."""
+_NEAR = 8
+"""Tokens behind a lost place within which one match, or none, is enough: a word may have been replaced, or left out."""
+_FIRM = 4
+"""Tokens that must match for a place to be the one from which the next is looked for. So much is believed of the beginning."""
+_CHANCES = (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.97)
+"""Of the next token, before anything is known: where 0, 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31 and more tokens match."""
+_WEIGHT, _MEMORY = 4.0, 0.99
+"""Tokens that these weigh, and how much of what a token taught is left after the next one of its kind."""
+_Place = tuple[int, int]
+"""The predicted token that comes next, and how many before it match."""
+
+
+class _PredictionMemory(GramMemory):
+    """A text's end, and where it stands in what was expected."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._tail: tuple[int, ...] = ()
+        self.expect(())
+
+    def expect(self, tokens: Sequence[int]) -> None:
+        """Expect the text to go on with these tokens, from where it is now."""
+        self._predicted, self._place, self._anchor = tokens, (0, _FIRM), 0
+        self._after: dict[tuple[int, ...], list[int]] = {}
+        for place in range(_LEAST, len(tokens)):
+            self._after.setdefault(tuple(tokens[place - _LEAST : place]), []).append(place)
+        self._hits = [_WEIGHT * chance for chance in _CHANCES]
+        self._trials = [_WEIGHT] * len(_CHANCES)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Follow the text."""
+        if not self._predicted:
+            self._tail = (*self._tail, *tokens)[-_LONGEST:]
+            return
+        for token in tokens:
+            self._follow(token)
+
+    def _follow(self, token: int) -> None:
+        at, size = self._place
+        self._tail = (*self._tail, token)[-_LONGEST:]
+        if at < len(self._predicted):
+            kind, right = _kind(size), self._predicted[at] == token
+            self._trials[kind] = _MEMORY * self._trials[kind] + 1
+            self._hits[kind] = _MEMORY * self._hits[kind] + right
+            if right:
+                self._place = at + 1, size + 1
+                if size >= _FIRM:
+                    self._anchor = at + 1
+                return
+        self._place = self._found() or self._guessed(at, token)
+
+    def _found(self) -> _Place | None:
+        """Look the text's end up in the prediction."""
+        places = self._after.get(self._tail[-_LEAST:], ())
+        found = [(self._matching(place), place >= self._anchor, -abs(place - self._anchor), place) for place in places]
+        if not found:
+            return None
+        size, *_, place = max(found)
+        return place, size
+
+    def _matching(self, place: int) -> int:
+        """Return how many tokens before a place are the text's last ones."""
+        size = _LEAST
+        while size < min(place, len(self._tail)) and self._predicted[place - size - 1] == self._tail[-size - 1]:
+            size += 1
+        return size
+
+    def _guessed(self, at: int, token: int) -> _Place:
+        """Take the token for one that was replaced, or for the next of its kind; give up further on."""
+        end = self._anchor + _NEAR
+        near = next((place for place in range(self._anchor, min(end, len(self._predicted))) if self._predicted[place] == token), None)
+        if near is not None:
+            return near + 1, 1
+        return (at + 1 if at < end else len(self._predicted)), 0
+
+    def matches(self, count: int, length: int) -> list[Match]:
+        """Return what comes next in the prediction."""
+        at, size = self._place
+        following = self._predicted[at : at + length]
+        return [Match(size, following)] if following else []
+
+    def end(self) -> _Place:
+        """Return where the text stands in the prediction."""
+        return self._place
+
+    def step(self, place: _Place, token: int) -> _Place:
+        """Move on, if this is what was predicted; else there is nothing to say."""
+        at, size = place
+        right = at < len(self._predicted) and self._predicted[at] == token
+        return (at + 1, size + 1) if right else (len(self._predicted), 0)
+
+    def ways(self, place: _Place, width: int) -> Sequence[Way]:
+        """Return the predicted token."""
+        at, size = place
+        if at >= len(self._predicted):
+            return ()
+        kind = _kind(size)
+        return ((self._predicted[at], self._hits[kind] / self._trials[kind]),)
+
+
+def _kind(size: int) -> int:
+    return min(size.bit_length(), len(_CHANCES) - 1)
+
+
+class PredictionCache(GramCache):
+    """What the request that a text belongs to expects of it, see `SamplingParams.prediction`."""
+
+    name = PREDICTION
+
+    def __init__(self) -> None:
+        super().__init__(GramOptions())
+
+    def open(self) -> _PredictionMemory:
+        """Return the memory of a new text."""
+        return _PredictionMemory()
