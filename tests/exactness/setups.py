@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,16 +13,20 @@ import polydraft.papers  # noqa: F401 - self-draft's branches
 from polydraft.certify.enumeration import tree_for as narrowed
 from polydraft.certify.reference import ECHO_VOCABULARY, echo_pair, fixture_pair
 from polydraft.draft import DRAFTERS, GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptions, make_drafter
-from polydraft.engine import Decoder
+from polydraft.draft.predicted import with_prediction
+from polydraft.draft.speedup import Costs
+from polydraft.engine import Decoder, TokenSequence
 from polydraft.models import FeatureHead, HeadShape, TabularModel
 from polydraft.ngrams import GramOptions
 from polydraft.ngrams.counting import GramCounter
 from polydraft.ngrams.gram_trie import save_trie
+from polydraft.ngrams.prediction import PREDICTION
 from polydraft.sampling import PartialVocabulary, SamplingParams
 from polydraft.trees import parse_tree
 from polydraft.verify import SCHEMES
 
 VOCABULARY = ECHO_VOCABULARY
+CHEAP = Costs(draft_level=0.02, tree_pass=lambda nodes: 1 + 0.002 * nodes)
 TARGET, DRAFT = echo_pair().target, echo_pair().draft
 
 
@@ -38,7 +43,10 @@ def random_head(tokens: Sequence[int]) -> FeatureHead:
 HEAD = random_head([token for token in range(VOCABULARY) if token % 4 != 1])
 """It knows three quarters of the tokens."""
 
-COMBINATIONS = ["lookup+model", "self-draft+head", "corpus+suffix", "lookup+dynamic-head"]
+COMBINATIONS = [
+    "lookup+model", "self-draft+head", "corpus+suffix", "lookup+dynamic-head",
+    "prediction", "prediction+model", "prediction+suffix+dynamic-head",
+]  # fmt: skip
 EVERY_DRAFTER = [*DRAFTERS, *COMBINATIONS]
 ADMITTED = ["none", "ngram", "corpus", "model", "head", "dynamic-head"]
 """Those that the default tests let come and go: one of each kind of memory. The others are tried in batches."""
@@ -92,6 +100,21 @@ def tree_for(scheme: str, wanted: str = "3x2x1") -> str:
     return narrowed(SCHEMES.get(scheme), wanted)
 
 
+class Predicting(Decoder):
+    """One whose every text is predicted, by its greedy continuation with an error in each five tokens."""
+
+    def sequence(self, prompt: Sequence[int], params: SamplingParams, **options: Any) -> TokenSequence:
+        """Add the prediction."""
+        return super().sequence(prompt, replace(params, prediction=predicted(tuple(prompt))), **options)
+
+
+@cache
+def predicted(prompt: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the prediction of a text."""
+    greedy = _greedy(list(prompt), 25)[len(prompt) :]
+    return tuple(token if place % 5 != 3 else (token + 1) % VOCABULARY for place, token in enumerate(greedy))
+
+
 def make_decoder(
     *,
     scheme: str = "rrs-wor",
@@ -105,6 +128,8 @@ def make_decoder(
 ) -> Decoder:
     """Build a decoder from names alone, as a newly registered name would be."""
     names = drafter.split("+")
+    predicts = PREDICTION in names
+    names = [name for name in names if name != PREDICTION] or ["none"]
     parts = Parts(
         target=target,
         draft=HEAD if any(name.endswith("head") for name in names) else draft,
@@ -113,4 +138,7 @@ def make_decoder(
         draft_temperature=draft_temperature,
         grams=gram_options(corpus=not GRAM_DRAFTERS.keys().isdisjoint(names)),
     )
-    return Decoder(target, make_drafter(parts, drafter), walk=walk, eos_token_ids=eos_token_ids)
+    proposes = make_drafter(parts, "+".join(names))
+    if not predicts:
+        return Decoder(target, proposes, walk=walk, eos_token_ids=eos_token_ids)
+    return Predicting(target, with_prediction(proposes, CHEAP), walk=walk, eos_token_ids=eos_token_ids)

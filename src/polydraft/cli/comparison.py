@@ -32,13 +32,13 @@ _FEW = 0.5
 
 def compare(task: "Task", decoder: Decoder, console: Any) -> None:
     """Decode the same prompt in every way; print the text, then a table and what it means."""
-    plain = decoder.replace(drafter=None)
+    plain, unaided = decoder.replace(drafter=None), dataclasses.replace(task, prediction=None)
     click.echo("warming up ...", err=True)
-    for one in (plain, decoder):
-        task.run(one, **_short(task, decoder))
+    unaided.run(plain, **_short(task, decoder))
+    task.run(decoder, **_short(task, decoder))
     theirs = hugging_face(task, decoder)
     click.echo("decoding plainly, for comparison ...", err=True)
-    baseline = task.run(plain)
+    baseline = unaided.run(plain)
     result = task.run(decoder, TokenPrinter(console))
     console.print()
     rows = [(HUGGING_FACE, theirs[0])] if theirs is not None else []

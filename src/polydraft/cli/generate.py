@@ -76,16 +76,18 @@ class Task:
     as_json: bool
     schema: Any = None
     """A JSON schema that the text follows."""
+    prediction: str | None = None
+    """What the text is expected to be."""
 
     def run(self, decoder: "Decoder", printer: Any = None, **changes: Any) -> "Generation":
         """Decode one text, with some options of the request changed."""
         from polydraft.cli.terminal import play
 
-        request = {**self.choices.request(self.params), **changes}
-        if self.schema is not None:
-            from polydraft.sampling import Grammar
+        from polydraft.sampling import Grammar
 
-            request["sampling"] = dataclasses.replace(self.params, grammar=Grammar.json_schema(self.schema))
+        grammar = None if self.schema is None else Grammar.json_schema(self.schema)
+        request = {**self.choices.request(self.params), **changes}
+        request["sampling"] = dataclasses.replace(self.params, grammar=grammar, prediction=self.prediction)
         stream = decoder.stream(self.text, chat=not self.raw, **request)
         play(stream, printer)
         return stream.results()[0]
@@ -111,10 +113,26 @@ class Task:
     default=None,
     help="File with a JSON schema that the text must follow.",
 )
+@click.option(
+    "--prediction",
+    cls=GroupedOption,
+    heading="Drafting and verification",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="File with the text that you expect, such as the one to be rewritten: it is drafted from.",
+)
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
 @click.option("--compare", is_flag=True, help="Also decode without drafts and with Hugging Face, and print a comparison.")
 @json_option
-def command(prompt: str, json_schema: Path | None, raw: bool, compare: bool, as_json: bool, **options: Any) -> None:
+def command(
+    prompt: str,
+    json_schema: Path | None,
+    prediction: Path | None,
+    raw: bool,
+    compare: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
     """Generate text that continues or answers PROMPT ('-' reads the prompt from standard input).
 
     Whichever draft, tree and scheme you choose, the text is distributed exactly as the target alone would sample it; at
@@ -134,7 +152,10 @@ def command(prompt: str, json_schema: Path | None, raw: bool, compare: bool, as_
     check_text(text)
     if json_schema is not None and (compare or beams.given()):
         raise UsageError("--json-schema is for one text; leave out --compare, --beams and --num-return-sequences")
-    task = Task(text, choices, params, raw, compare, as_json, None if json_schema is None else _read_schema(json_schema))
+    if prediction is not None and beams.given():
+        raise UsageError("--prediction is for one text; leave out --beams and --num-return-sequences")
+    schema = None if json_schema is None else _read_schema(json_schema)
+    task = Task(text, choices, params, raw, compare, as_json, schema, None if prediction is None else _read_text(prediction))
     if beams.beams is not None:
         _generate_beams(task, beams)
     elif beams.given():
@@ -152,6 +173,14 @@ def _read_schema(file: Path) -> Any:
     if not isinstance(schema, dict):
         raise UsageError(f"--json-schema {file} does not hold a JSON object; give a file with a JSON schema")
     return schema
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UsageError(f"cannot read --prediction {file} ({reason}); give a file with the text that you expect") from None
 
 
 def _generate_one(task: Task) -> None:

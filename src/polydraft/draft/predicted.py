@@ -16,6 +16,8 @@ from polydraft.ngrams.prediction import PREDICTION, PredictionCache
 
 _LENGTH = 64
 """Most candidates of a round: a prediction that holds goes on for long. How many of them pay is decided round by round."""
+PLACES = _LENGTH
+"""Further places in the target's memory that a round needs."""
 _BELIEF = dataclasses.replace(FAIR, typical=((9, 1, 7.0), (17, 1, 12.0), (33, 1, 20.0)), most_rate=2.0)
 """A prediction is right for most of the text, or nobody would have made it."""
 

@@ -178,9 +178,10 @@ class Decoder:
         asked, seeds = request.row_params(len(texts)).map(self.with_prediction_read), request.seeds(len(texts))
         limits, stops = request.row_limits(len(texts)), request.row_stops(len(texts))
         grammars = self._grammar_processors(asked, texts)
-        drafter = self._with_forced if any(grammars) else self.drafter
+        drafter, walk = self._with_forced if any(grammars) else self.drafter, self.walk
         if any(own.predicted for own in asked):  # which beside a grammar takes the place of what that forces
             drafter = self._predicting = self._predicting or with_prediction(self.drafter)
+            walk = AUTO
         sequences = [
             self.sequence(
                 text,
@@ -202,7 +203,7 @@ class Decoder:
             check_params(own, self.target.vocab_size)
         with self._turn if request.keep else nullcontext():
             workspace = self._lend(drafter, params, request.keep)
-            engine = Engine(workspace, walk=self.walk, sequences=sequences, keep=request.keep, elastic=not request.keep)
+            engine = Engine(workspace, walk=walk, sequences=sequences, keep=request.keep, elastic=not request.keep)
             self._put_back(drafter, workspace, request.keep)
         settings = {
             "seeds": seeds,

@@ -12,6 +12,7 @@ from polydraft.automatic import free_bytes
 from polydraft.devices import is_host
 from polydraft.draft import TreeDrafter
 from polydraft.draft.forced import with_forced
+from polydraft.draft.predicted import PLACES
 from polydraft.engine import Decoder, Engine, StopReason
 from polydraft.engine.sequence import Emitted
 from polydraft.engine.warm_up import USUAL_LENGTH, groups_to_read, prompt_of, rehearse
@@ -244,5 +245,5 @@ def most_places(decoder: Decoder, slots: int, *, own_trees: bool) -> tuple[int, 
     trees = [TreeDrafter(drafter.model, one) for one in _LARGEST_TREES] if own_trees and drafter.model is not None else []
     params = RowParams((IDLE,) * slots)
     sessions = [with_forced(one).start(params, decoder.target) for one in (drafter, *trees)]
-    found = [(session.num_nodes, *(context.places for context in session.contexts)) for session in sessions]
+    found = [(session.num_nodes + PLACES, *(context.places for context in session.contexts)) for session in sessions]
     return tuple(map(max, zip(*found, strict=True)))

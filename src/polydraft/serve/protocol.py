@@ -56,6 +56,8 @@ class CompletionRequest:
     speculative: str = AUTO
     """``"auto"``, ``"off"``, or a tree."""
     grammar: Grammar | None = None
+    prediction: str | None = None
+    """What the text is expected to be."""
     trace: bool = False
     """Whether chunks say where each token came from."""
 
@@ -92,6 +94,9 @@ def read_request(body: dict[str, Any], *, chat: bool, max_choices: int = 1024) -
     wants["stream"] = _flag(left, "stream")
     wants["include_usage"] = _stream_options(left.pop("stream_options", None), wants["stream"])
     wants["speculative"], wants["trace"] = _speculative(left.pop("speculative", AUTO))
+    wants["prediction"] = _prediction(left.pop("prediction", None))
+    if wants["prediction"] and wants["speculative"] == OFF:
+        raise RequestError("conflicting_parameters", param="prediction", names='prediction and "speculative": "off"')
     wants["params"] = _sampling(left)
     wants["grammar"] = _grammar(left)
     _check_ends(wants["params"], wants["max_new_tokens"], wants["grammar"])
@@ -245,6 +250,16 @@ def _speculative(value: Any) -> tuple[str, bool]:
     raise invalid_value("speculative", value, _SPECULATIVE)
 
 
+def _prediction(value: Any) -> str | None:
+    match value:
+        case None:
+            return None
+        case {"type": "content", "content": content, **rest} if not rest:
+            return _content(content, "prediction") or None
+        case _:
+            raise invalid_value("prediction", value, '{"type": "content", "content": "the text that you expect"}')
+
+
 def _grammar(left: dict[str, Any]) -> Grammar | None:
     """Read the grammar from the one of three parameters that has it."""
     found: dict[str, Grammar] = {}
@@ -319,7 +334,7 @@ def _bias(value: Any) -> dict[int, float]:
 
 _SHARED_NAMES = {
     "model", "n", "seed", "stop", "stream", "stream_options", "speculative", "response_format", "grammar", "regex",
-    "top_k", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", *_NUMBERS,
+    "prediction", "top_k", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", *_NUMBERS,
 }  # fmt: skip
 CHAT_NAMES = {"messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", *_SHARED_NAMES}
 COMPLETION_NAMES = {"prompt", "max_tokens", "logprobs", *_SHARED_NAMES}

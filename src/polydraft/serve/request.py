@@ -13,7 +13,7 @@ from polydraft.engine.sequence import Emitted, TokenSequence
 from polydraft.models.placement import agreed
 
 AUTO, OFF = "auto", "off"
-_GRAMMAR = "+grammar"
+_GRAMMAR, _PREDICTION = "+grammar", "+prediction"
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,8 @@ class Request:
     """Event loop of the handler; None if nobody listens."""
     constrained: bool = False
     """Whether its sequences follow a grammar."""
+    predicted: bool = False
+    """Whether it says what it expects its texts to be."""
     arrived: float = field(default_factory=time.perf_counter)
     admitted: dict[int, float] = field(default_factory=dict)
     """When each sequence got its slot."""
@@ -52,8 +54,11 @@ class Request:
 
     @property
     def lane(self) -> str:
-        """Name of the lane that it needs: a grammar's masks come from the host, and would keep rounds from being captured."""
-        return self.speculative + (_GRAMMAR if self.constrained else "")
+        """Name of the lane that it needs.
+
+        A grammar's masks come from the host, and would keep rounds from being captured; a prediction makes them larger.
+        """
+        return self.speculative + (_GRAMMAR if self.constrained else "") + (_PREDICTION if self.predicted else "")
 
     async def next(self) -> Progress:
         """Wait for the next event."""

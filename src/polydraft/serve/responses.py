@@ -12,6 +12,7 @@ from polydraft.draft.policy import REST_REASON
 from polydraft.engine import StopReason, TokenSequence
 from polydraft.engine.sequence import TokenLogprob
 from polydraft.engine.stats import TARGET
+from polydraft.ngrams.prediction import PREDICTION
 from polydraft.serve.protocol import CompletionRequest
 from polydraft.serve.request import OFF, Progress, Request
 
@@ -48,11 +49,18 @@ class ResponseBuilder:
         self._logprobs[progress.index] += progress.emitted.logprobs
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Tokens of prompts and answers; a prompt counts once, however many texts it gets."""
         read = sum(len(sequence.prompt) for sequence in self._sequences[:: self._wanted.n])
         written = sum(len(sequence.new_tokens) for sequence in self._sequences)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        found = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        if self._wanted.prediction is None:
+            return found
+        accepted = [sequence.sources.count(PREDICTION) for sequence in self._sequences]
+        predicted = [len(sequence.params.predicted) for sequence in self._sequences]
+        rejected = sum(max(most - count, 0) for most, count in zip(predicted, accepted, strict=True))
+        details = {"accepted_prediction_tokens": sum(accepted), "rejected_prediction_tokens": rejected}
+        return found | {"completion_tokens_details": details}
 
     def complete(self) -> dict[str, Any]:
         """Return the complete answer."""

@@ -12,6 +12,7 @@ import torch
 
 from polydraft.draft import Plain
 from polydraft.draft.forced import with_forced
+from polydraft.draft.predicted import with_prediction
 from polydraft.engine import Decoder, StopReason
 from polydraft.engine.sequence import Emitted
 from polydraft.errors import FailureError
@@ -282,7 +283,9 @@ class Scheduler:
     def _switch_second_lane(self, request: Request) -> None:
         """Let the second lane draft as a request asks, in the same memory."""
         decoder = with_speculation(self.decoder, request.speculative)
-        if request.constrained:
+        if request.predicted:
+            decoder = decoder.replace(drafter=with_prediction(decoder.drafter), walk="auto")
+        elif request.constrained:
             decoder = decoder.replace(drafter=with_forced(decoder.drafter))
         options = replace(self._second_options, places=self._places)
         memory = [one for name in [*self.lanes][1:] for one in self.lanes.pop(name).release()]

@@ -5,10 +5,12 @@ import copy
 import json
 import secrets
 import threading
+from dataclasses import replace
 from typing import Any
 
 from polydraft.devices import captures
 from polydraft.draft import Plain
+from polydraft.draft.predicted import with_prediction
 from polydraft.engine import Decoder, TokenSequence
 from polydraft.errors import UsageError, shown
 from polydraft.models import check_prompts
@@ -147,6 +149,7 @@ class Service:
         self._check_prompts(prompts, wanted)
         grammar = None if wanted.grammar is None else self._compiled(wanted.grammar)
         seed = secrets.randbits(31) if wanted.seed is None else wanted.seed
+        wanted = replace(wanted, params=self._with_prediction(wanted))
         texts = [prompt for prompt in prompts for _ in range(wanted.n)]
         limits = {id(prompt): self._limit(len(prompt), wanted) for prompt in prompts}
         return Request(
@@ -154,6 +157,7 @@ class Service:
             wanted.speculative,
             loop,
             constrained=grammar is not None,
+            predicted=bool(wanted.params.predicted),
         )
 
     def _check_prompts(self, prompts: list[list[int]], wanted: CompletionRequest) -> None:
@@ -163,6 +167,21 @@ class Service:
             check_params(wanted.params, vocab_size)
         except UsageError as error:
             raise from_library(error, sampling_name(error) or wanted.prompt_name) from None
+
+    def _with_prediction(self, wanted: CompletionRequest) -> SamplingParams:
+        """Return the sampling parameters with the tokens of the prediction, as many as could come true."""
+        if wanted.prediction is None:
+            return wanted.params
+        if self.scheduler.lockstep is not None:
+            raise unsupported("prediction", "where several processes share a model")
+        text = wanted.prediction[: _USUAL_CHARACTERS * self.slot_tokens]
+        try:
+            with_prediction(self.decoder.drafter)
+            with self._encoding:
+                read = self._encoder.with_prediction_read(replace(wanted.params, prediction=text))
+        except UsageError as error:
+            raise from_library(error, "prediction") from None
+        return replace(read, prediction=read.predicted[: self.slot_tokens])
 
     def _limit(self, length: int, wanted: CompletionRequest) -> int:
         """Return how many tokens a text may get: no more than fit into a slot; refuse a prompt that leaves no room."""
