@@ -28,15 +28,7 @@ def open_engine(decoder: Decoder, slots: int, **options: Any) -> Engine:
 
 
 def sequence(decoder: Decoder, row: int, prompt: list[int], params: SamplingParams, limit: int, seed: int) -> TokenSequence:
-    return TokenSequence(
-        row=row,
-        prompt=prompt,
-        params=params,
-        generator=row_generator(seed),
-        max_new_tokens=limit,
-        eos_token_ids=frozenset(decoder.eos_token_ids),
-        max_positions=decoder.target.max_positions,
-    )
+    return decoder.sequence(prompt, params, seed=seed, max_new_tokens=limit, follows_load=False, row=row)
 
 
 def requests(count: int) -> list[dict[str, Any]]:

@@ -64,12 +64,13 @@ class _PredictionMemory(GramMemory):
                 if size >= _FIRM:
                     self._anchor = at + 1
                 return
-        self._place = self._found() or self._guessed(at, token)
+        self._place = self._found(at) or self._guessed(at, token)
 
-    def _found(self) -> _Place | None:
-        """Look the text's end up in the prediction."""
+    def _found(self, lost: int) -> _Place | None:
+        """Look the text's end up in the prediction; not where it was just lost, as repetitive text would do again and again."""
         places = self._after.get(self._tail[-_LEAST:], ())
-        found = [(self._matching(place), place >= self._anchor, -abs(place - self._anchor), place) for place in places]
+        anchor = self._anchor
+        found = [(self._matching(place), place >= anchor, -abs(place - anchor), place) for place in places if place != lost]
         if not found:
             return None
         size, *_, place = max(found)
