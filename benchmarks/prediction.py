@@ -1,10 +1,11 @@
 """How much faster predicted outputs make a rewrite, and what a wrong prediction costs.
 
-    python benchmarks/prediction.py [--target smollm2] [--draft none] [--dtype float32] [--threads 2] [--tokens 400] [--rounds 4]
+    python benchmarks/prediction.py [--target smollm2] [--draft none] [--dtype float32] [--threads 2] [--tokens 400]
+        [--rounds 4] [--prompts 6]
 
 Each prompt is answered plainly first, at temperature 0. The prediction is that answer with a tenth of its lines edited: a word
-replaced, the line left out, or another one put in. The wrong prediction is the edited answer to another prompt. Arms take turns;
-a ratio is of seconds after the prompt was read, per prompt and turn, as a geometric mean with its 95 % interval by bootstrap
+replaced, the line left out, or another one put in. The wrong prediction is the edited answer to another prompt. Arms take
+turns; a ratio is of seconds after the prompt was read, per prompt and turn, as a geometric mean with its 95 % interval by bootstrap
 over prompts. With --draft, `draft` decodes with that draft and no prediction; `wrong` is compared with what it is beside.
 """
 
@@ -13,6 +14,7 @@ import json
 import math
 import random
 import sys
+from collections import Counter
 
 import torch
 
@@ -93,10 +95,9 @@ def edited(text: str, chance: random.Random) -> str:
 
 def compared(base: list[list[Generation]], arm: list[list[Generation]]) -> tuple[float, float, float]:
     """Return how many times faster an arm is, with the interval."""
-    logs = [
-        sum(math.log(one.stats.decode_seconds / other.stats.decode_seconds) for one, other in zip(*pair, strict=True)) / len(base)
-        for pair in zip(zip(*base, strict=True), zip(*arm, strict=True), strict=True)
-    ]
+    seconds = [[[one.stats.decode_seconds for one in turn] for turn in turns] for turns in (base, arm)]
+    by_prompt = zip(*(zip(*turns, strict=True) for turns in seconds), strict=True)
+    logs = [sum(math.log(one / other) for one, other in zip(*pair, strict=True)) / len(base) for pair in by_prompt]
     chance = random.Random(0)
     means = sorted(sum(chance.choices(logs, k=len(logs))) / len(logs) for _ in range(SAMPLES))
     values = (sum(logs) / len(logs), means[SAMPLES // 40], means[-SAMPLES // 40])
@@ -108,10 +109,10 @@ def summary(results: list[Generation]) -> str:
     tokens, passes = sum(one.new_tokens for one in stats), sum(one.passes for one in stats)
     candidates = sum(one.candidates for one in stats)
     seconds = sum(one.decode_seconds for one in stats)
-    sources = {name: sum(one.tokens_by_source[name] for one in stats) for name in sorted({n for one in stats for n in one.tokens_by_source})}
+    sources = dict(sum((one.tokens_by_source for one in stats), Counter[str]()))
     return (
-        f"{tokens / seconds:.1f} tokens per second, {tokens / passes:.2f} per pass, {candidates / passes:.1f} candidates per pass, "
-        f"{candidates} candidates in all, {sources}"
+        f"{tokens / seconds:.1f} tokens per second, {tokens / passes:.2f} per pass, {candidates / passes:.1f} candidates per "
+        f"pass, {candidates} in all, {sources}"
     )
 
 

@@ -115,3 +115,23 @@ def test_a_text_follows_a_schema(roomy, invoke, tmp_path):
         assert code == 2 and message in err
     code, _, err = invoke(*arguments, "--json-schema", str(file), "--beams", "2")
     assert code == 2 and "for one text" in err
+
+
+def test_a_prediction_changes_the_rounds_and_not_the_text(invoke, tiny: str, tmp_path) -> None:
+    arguments = ("generate", "hello", "--target", tiny, "--draft", "none", "--max-new-tokens", "24", "--json")
+    plain = json.loads(invoke(*arguments)[1])
+    file = tmp_path / "expected.txt"
+    file.write_text(plain["text"], encoding="utf-8")
+    code, out, _ = invoke(*arguments, "--prediction", str(file))
+    found = json.loads(out)
+    assert code == 0 and found["text"] == plain["text"]
+    assert "prediction" in found["sources"] and found["stats"]["rounds"] < plain["stats"]["rounds"]
+
+
+def test_predictions_that_cannot_be_read_are_refused_in_a_line(invoke, tiny: str, tmp_path) -> None:
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
+    for name, said in (("missing", "No such file"), ("bytes", "it is not UTF-8")):
+        code, _, err = invoke("generate", "hello", "--target", tiny, "--prediction", str(tmp_path / name))
+        assert code == 2 and said in err and err.count("\n") == 1
+    code, _, err = invoke("generate", "hello", "--target", tiny, "--prediction", str(tmp_path / "bytes"), "--beams", "2")
+    assert code == 2 and "--prediction is for one text" in err

@@ -13,7 +13,6 @@ from polydraft.engine.workspace import Workspace
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.sampling import IDLE, RowParams, SamplingParams
-from polydraft.sampling.categorical import row_generator
 
 from .checks import text_p_values
 from .setups import ADMITTED, DRAFT, GRAM_PROMPT, TARGET

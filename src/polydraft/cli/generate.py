@@ -82,7 +82,6 @@ class Task:
     def run(self, decoder: "Decoder", printer: Any = None, **changes: Any) -> "Generation":
         """Decode one text, with some options of the request changed."""
         from polydraft.cli.terminal import play
-
         from polydraft.sampling import Grammar
 
         grammar = None if self.schema is None else Grammar.json_schema(self.schema)

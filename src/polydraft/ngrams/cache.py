@@ -95,7 +95,7 @@ class GramMemory(ABC):
     def learn(self, tokens: Sequence[int]) -> None:  # noqa: B027 (most memories do not need it)
         """Learn an n-gram that is not part of the text, such as a draft branch and its continuation."""
 
-    def expect(self, tokens: Sequence[int]) -> None:  # noqa: B027
+    def expect(self, tokens: tuple[int, ...]) -> None:  # noqa: B027
         """Take note of what the text is predicted to go on with."""
 
     @abstractmethod

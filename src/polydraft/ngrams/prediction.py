@@ -35,7 +35,7 @@ class _PredictionMemory(GramMemory):
         self._tail: tuple[int, ...] = ()
         self.expect(())
 
-    def expect(self, tokens: Sequence[int]) -> None:
+    def expect(self, tokens: tuple[int, ...]) -> None:
         """Expect the text to go on with these tokens, from where it is now."""
         self._predicted, self._place, self._anchor = tokens, (0, _FIRM), 0
         self._after: dict[tuple[int, ...], list[int]] = {}
@@ -86,9 +86,9 @@ class _PredictionMemory(GramMemory):
     def _guessed(self, at: int, token: int) -> _Place:
         """Take the token for one that was replaced, or for the next of its kind; give up further on."""
         end = self._anchor + _NEAR
-        near = next((place for place in range(self._anchor, min(end, len(self._predicted))) if self._predicted[place] == token), None)
-        if near is not None:
-            return near + 1, 1
+        near = self._predicted[self._anchor : end]
+        if token in near:
+            return self._anchor + near.index(token) + 1, 1
         return (at + 1 if at < end else len(self._predicted)), 0
 
     def matches(self, count: int, length: int) -> list[Match]:
