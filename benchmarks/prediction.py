@@ -5,8 +5,8 @@
 
 Each prompt is answered plainly first, at temperature 0. The prediction is that answer with a tenth of its lines edited: a word
 replaced, the line left out, or another one put in. The wrong prediction is the edited answer to another prompt. Arms take
-turns; a ratio is of seconds after the prompt was read, per prompt and turn, as a geometric mean with its 95 % interval by bootstrap
-over prompts. With --draft, `draft` decodes with that draft and no prediction; `wrong` is compared with what it is beside.
+turns. A ratio is of seconds after the prompt was read, per prompt and turn: a geometric mean with its 95 % interval by
+bootstrap over prompts. With --draft, `draft` decodes with that draft and no prediction; `wrong` is compared with it.
 """
 
 import argparse

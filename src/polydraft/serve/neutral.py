@@ -46,7 +46,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
 """The values that change nothing, by parameter; a type stands for all of its values."""
 
 KNOWN_ELSEWHERE = {
-    *_NEUTRAL, "best_of", "audio", "prediction", "web_search_options", "thinking", "prompt_logprobs", "truncate_prompt_tokens",
+    *_NEUTRAL, "best_of", "audio", "web_search_options", "thinking", "prompt_logprobs", "truncate_prompt_tokens",
     "allowed_token_ids", "add_special_tokens", "chat_template", "logits_processors", "guided_json", "guided_regex",
     "guided_choice", "guided_grammar", "structured_outputs",
 }  # fmt: skip

@@ -33,8 +33,8 @@ Observer = Callable[[Request, Progress], None]
 class Scheduler:
     """Run requests that come and go; one thread computes, any thread may submit.
 
-    Requests that leave drafting to the server have a lane of their own. All others (with a grammar, without speculation, with
-    their own tree) share the slots of a second lane, which drafts in one way at a time: the ways take turns, first come, first
+    Requests that leave drafting to the server have a lane of their own. All others (with a grammar, with a prediction, without
+    speculation, with their own tree) share the slots of a second lane, which drafts in one way at a time: the ways take turns, first come, first
     served.
 
     Parameters
