@@ -111,7 +111,11 @@ def test_commands_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("line", QUICK)
-def test_commands_run_on_a_tiny_model(line: str, roomy: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run_on_a_tiny_model(
+    line: str, roomy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "expected.txt").write_text("Why is the sky blue?")
     arguments = shlex.split(line)[1:]
     if arguments[0] == "generate":
         arguments += ["--max-new-tokens", "4", "--target", roomy]

@@ -130,7 +130,7 @@ def test_a_prediction_changes_the_rounds_and_not_the_text(invoke, tiny: str, tmp
 
 def test_predictions_that_cannot_be_read_are_refused_in_a_line(invoke, tiny: str, tmp_path) -> None:
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\xff")
-    for name, said in (("missing", "No such file"), ("bytes", "it is not UTF-8")):
+    for name, said in (("missing", "No such file"), ("bytes", "invalid start byte")):
         code, _, err = invoke("generate", "hello", "--target", tiny, "--prediction", str(tmp_path / name))
         assert code == 2 and said in err and err.count("\n") == 1
     code, _, err = invoke("generate", "hello", "--target", tiny, "--prediction", str(tmp_path / "bytes"), "--beams", "2")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -154,7 +155,8 @@ def command(
     if prediction is not None and beams.given():
         raise UsageError("--prediction is for one text; leave out --beams and --num-return-sequences")
     schema = None if json_schema is None else _read_schema(json_schema)
-    task = Task(text, choices, params, raw, compare, as_json, schema, None if prediction is None else _read_text(prediction))
+    expected = None if prediction is None else _read("--prediction", prediction, "the text that you expect", str)
+    task = Task(text, choices, params, raw, compare, as_json, schema, expected)
     if beams.beams is not None:
         _generate_beams(task, beams)
     elif beams.given():
@@ -163,23 +165,19 @@ def command(
         _generate_one(task)
 
 
-def _read_schema(file: Path) -> Any:
+def _read(flag: str, file: Path, kind: str, parse: Callable[[str], Any]) -> Any:
     try:
-        schema = json.loads(file.read_text(encoding="utf-8"))
+        return parse(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise UsageError(f"cannot read --json-schema {file} ({reason}); give a file with a JSON schema") from None
+        raise UsageError(f"cannot read {flag} {file} ({reason}); give a file with {kind}") from None
+
+
+def _read_schema(file: Path) -> Any:
+    schema = _read("--json-schema", file, "a JSON schema", json.loads)
     if not isinstance(schema, dict):
         raise UsageError(f"--json-schema {file} does not hold a JSON object; give a file with a JSON schema")
     return schema
-
-
-def _read_text(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or "it is not UTF-8"
-        raise UsageError(f"cannot read --prediction {file} ({reason}); give a file with the text that you expect") from None
 
 
 def _generate_one(task: Task) -> None:

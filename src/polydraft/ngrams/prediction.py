@@ -6,6 +6,7 @@ compared with its edited copy. How likely the next token is follows from how man
 that came true in this very text: of a wrong prediction nothing is proposed after a few rounds.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from polydraft.ngrams.cache import GramCache, GramMemory, GramOptions, Match, Way
@@ -15,6 +16,8 @@ _LONGEST, _LEAST = 16, 2
 """Tokens of the text's end that are compared, and how many must match anywhere in the prediction."""
 _NEAR = 8
 """Tokens behind a lost place within which one match, or none, is enough: a word may have been replaced, or left out."""
+_MOST_VISITS = 32
+"""Places before the one that was lost, and behind it, that are compared: many of them are alike."""
 _FIRM = 4
 """Tokens that must match for a place to be the one from which the next is looked for. So much is believed of the beginning."""
 _CHANCES = (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.97)
@@ -68,9 +71,10 @@ class _PredictionMemory(GramMemory):
 
     def _found(self, lost: int) -> _Place | None:
         """Look the text's end up in the prediction; not where it was just lost, as repetitive text would do again and again."""
-        places = self._after.get(self._tail[-_LEAST:], ())
-        anchor = self._anchor
-        found = [(self._matching(place), place >= anchor, -abs(place - anchor), place) for place in places if place != lost]
+        places, anchor = self._after.get(self._tail[-_LEAST:], []), self._anchor
+        next_one = bisect_left(places, anchor)
+        near = places[max(next_one - _MOST_VISITS, 0) : next_one + _MOST_VISITS]
+        found = [(self._matching(place), place >= anchor, -abs(place - anchor), place) for place in near if place != lost]
         if not found:
             return None
         size, *_, place = max(found)
