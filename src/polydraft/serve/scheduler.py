@@ -34,8 +34,8 @@ class Scheduler:
     """Run requests that come and go; one thread computes, any thread may submit.
 
     Requests that leave drafting to the server have a lane of their own. All others (with a grammar, with a prediction, without
-    speculation, with their own tree) share the slots of a second lane, which drafts in one way at a time: the ways take turns, first come, first
-    served.
+    speculation, with their own tree) share the slots of a second lane, which drafts in one way at a time: the ways take turns,
+    first come, first served.
 
     Parameters
     ----------
