@@ -15,11 +15,13 @@ from polydraft.draft.model_source import ModelSource
 from polydraft.draft.predicted import with_prediction
 from polydraft.draft.speedup import Costs
 from polydraft.engine import Decoder
+from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
 from polydraft.ngrams.prediction import PredictionCache
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DynamicShape
 from polydraft.verify import Naive
+from stand_in import round_graphs
 
 from .configurations import THRESHOLD, Configuration
 from .setups import CHEAP, DRAFT, GRAM_PROMPT, RAGGED_PROMPTS, TARGET, make_decoder
@@ -153,6 +155,28 @@ def test_a_rule_that_believes_predictions_is_caught(monkeypatch: pytest.MonkeyPa
     assert results[0].stats.tokens_by_source["prediction"] > 200
     monkeypatch.setattr(Naive, "verify", lambda *arguments: wrong(original, *arguments))
     assert min(configuration.p_values(configuration.generate())) < THRESHOLD
+
+
+@pytest.mark.parametrize("drafter", ["none", "model"])
+def test_captured_rounds_serve_any_prediction(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
+    workspaces: list[Workspace] = []
+    original = Workspace.__init__
+
+    def with_stand_in(workspace: Workspace, *arguments: object) -> None:
+        original(workspace, *arguments)
+        workspace.launcher.graphs = round_graphs(workspace, before=0)
+        workspaces.append(workspace)
+
+    monkeypatch.setattr(Workspace, "__init__", with_stand_in)
+    decoder = Decoder(TARGET, with_prediction(make_decoder(drafter=drafter, scheme="auto").drafter, CHEAP))
+    expected = [greedy_text(TARGET, prompt, 40, GREEDY) for prompt in RAGGED_PROMPTS]
+    for predictions in (expected, expected[::-1]):
+        sampling = [SamplingParams(temperature=0, prediction=one) for one in predictions]
+        found = decoder.generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=40)
+        assert [one.token_ids for one in found] == expected
+        assert found[0].stats.replayed_rounds == found[0].stats.rounds
+        assert "prediction" in found[1].sources
+    assert len(workspaces) == 1, "the second request must find the first one's captures"
 
 
 class Unknown(Drafter):
