@@ -44,6 +44,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--prompts", type=int, default=len(PROMPTS))
     options = parser.parse_args()
+    if options.prompts < 2:
+        parser.error("a wrong prediction is another prompt's answer; give at least --prompts 2")
     torch.set_num_threads(options.threads)
     decoder = polydraft.load(options.target, draft=options.draft, dtype=options.dtype)
     plain, prompts = decoder.replace(drafter=None), PROMPTS[: options.prompts]
