@@ -4,6 +4,7 @@ import json
 import logging
 import re
 import socket
+import warnings
 
 import httpx
 import pytest
@@ -146,6 +147,19 @@ def test_texts_are_fields_too(serving, capsys):
     assert (
         isinstance(told["answer"], str) and told["prompt"][0] > 0 and told["request_id"] == json.loads(lines[1])["request_id"]
     )
+
+
+def test_lines_of_other_libraries_and_warnings_are_written_the_same_way(capsys):
+    with warnings.catch_warnings(), logging_as("json"):
+        warnings.simplefilter("always")
+        logging.getLogger("uvicorn.error").error("Exception in ASGI application", exc_info=ValueError("mine"))
+        logging.getLogger("some.library").warning("two\nlines")
+        logging.getLogger("some.library").info("not this")
+        warnings.warn("an old argument", UserWarning, stacklevel=1)
+    told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+    assert [one["level"] for one in told] == ["error", "warning", "warning"]
+    assert "ValueError: mine" in told[0]["traceback"] and told[1]["message"] == "two\nlines"
+    assert "UserWarning: an old argument" in told[2]["message"]
 
 
 def test_formats_are_named():

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import httpx
+from tests.serve.test_safety import CHAT, LONG
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 
@@ -15,7 +16,10 @@ def test_metrics_count_what_happened(serving):
     found = server.post("/v1/chat/completions", body).json()
     server.post("/v1/chat/completions", {"messages": 3})
     text = httpx.get(f"{server.url}/metrics").text
-    values = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    model = f'model_name="{server.service.model}"'
+    ours = [line for line in text.splitlines() if line.startswith("polydraft:")]
+    assert all(model in line for line in ours)
+    values = dict(line.replace(f"{{{model}}}", "").replace(f"{model},", "").rsplit(" ", 1) for line in ours)
     speculation, usage = found["choices"][0]["speculation"], found["usage"]
     assert float(values["polydraft:generation_tokens_total"]) == usage["completion_tokens"]
     assert float(values["polydraft:prompt_tokens_total"]) == usage["prompt_tokens"]
@@ -29,13 +33,29 @@ def test_metrics_count_what_happened(serving):
     assert float(values["polydraft:num_requests_running"]) == 0 == float(values["polydraft:num_requests_waiting"])
 
 
+def test_cache_in_use_and_the_process_are_shown(serving):
+    server = serving()
+
+    def value(name):
+        text = server.service.metrics.text().decode()
+        return float(re.search(rf"^{name}(?:{{.*}})? (.*)$", text, re.MULTILINE)[1])
+
+    assert value("polydraft:kv_cache_usage_perc") == 0 < value("polydraft:cache_reserved_bytes")
+    with httpx.stream("POST", f"{server.url}{CHAT}", json={**LONG, "stream": True}, timeout=60) as answer:
+        next(answer.iter_lines())
+        used = value("polydraft:kv_cache_usage_perc")
+    assert 0 < used <= 1 / 6  # one of three slots and three others
+    assert value("process_cpu_seconds_total") > 0 and value("process_resident_memory_bytes") > 10**6
+    assert value("python_info") == 1
+
+
 def test_the_dashboard_asks_for_figures_that_exist(shared):
     shared.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 20, "temperature": 0})
     shared.post("/v1/chat/completions", {})
     known = httpx.get(f"{shared.url}/metrics").text
     dashboard = json.loads((Path(__file__).parents[2] / "docs" / "grafana.json").read_text())
-    asked = {
-        name for panel in dashboard["panels"] for one in panel["targets"] for name in re.findall(r"polydraft:\w+", one["expr"])
-    }
+    queries = [one["expr"] for panel in dashboard["panels"] for one in panel["targets"]]
+    asked = {name for query in queries for name in re.findall(r"(?:polydraft:|process_)\w+", query)}
+    assert all(query.count("polydraft:") == query.count('{model_name=~"$model"}') for query in queries)
     assert len(asked) > 10
     assert not [name for name in asked if f"# TYPE {name.removesuffix('_bucket')} " not in known]

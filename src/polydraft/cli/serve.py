@@ -13,7 +13,7 @@ import click
 
 from polydraft.cli.options import GroupedCommand, Loading, loading_options, options_of, prepare, taken
 from polydraft.described import options_in
-from polydraft.errors import UsageError
+from polydraft.errors import PolydraftError, UsageError
 from polydraft.serve.logs import logging_as
 from polydraft.serve.options import ReplicaOptions, ServeOptions
 
@@ -32,12 +32,14 @@ def command(**options: Any) -> None:
     """
     replicas = taken(ReplicaOptions, options)
     settings = taken(ServeOptions, options)
-    settings.read_keys()  # refuses an unusable file before anything slow
     shared = options["device_map"] == "tp"
-    if replicas.ray:
-        _check_for_ray(settings, shared)
     with ExitStack() as stack:
         stack.enter_context(logging_as(settings.log_format))
+        if settings.log_format == "json":
+            stack.enter_context(_logging_errors())
+        settings.read_keys()  # refuses an unusable file before anything slow
+        if replicas.ray:
+            _check_for_ray(settings, shared)
         # Find a port in use before importing torch, which is slow. Of tensor-parallel processes only the leader listens, and
         # only modules that import torch know which one that is.
         listening = None if shared else stack.enter_context(_listen(settings))
@@ -92,6 +94,17 @@ def _serve_by_ray(loading: Loading, settings: ServeOptions, replicas: ReplicaOpt
     given |= {one.name: getattr(replicas, one.name) for one in options_in(ReplicaOptions)}
     prepare(loading.threads)
     run_replicas(given, settings, replicas, partial(_LOGGER.info, "serving %s at %s", loading.target))
+
+
+@contextmanager
+def _logging_errors() -> Iterator[None]:
+    """Log the error that ends the server, so that it is a line like all others."""
+    try:
+        yield
+    except Exception as error:
+        expected = isinstance(error, PolydraftError)
+        _LOGGER.critical("%s", error if expected else "the server failed unexpectedly", exc_info=None if expected else error)
+        raise click.exceptions.Exit(2 if isinstance(error, UsageError) else 1) from None
 
 
 @contextmanager

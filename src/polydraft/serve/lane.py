@@ -170,6 +170,12 @@ class Lane:
         """Bytes of keys and values for all slots."""
         return sum(context.nbytes for context in self._contexts)
 
+    @property
+    def used_tokens(self) -> int:
+        """Tokens of the sequences that run."""
+        running = [request.sequences[index] for request, index in tuple(self.running.values())]
+        return sum(len(one.prompt) + len(one.new_tokens) for one in running)
+
     def reserve(self) -> None:
         """Allocate all memory for keys and values: generate a short text, then write to every byte."""
         engine = self._opened()

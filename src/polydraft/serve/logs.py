@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote
 
-_LOGGERS = {"polydraft": logging.INFO, "uvicorn": logging.WARNING, "asyncio": logging.WARNING}
-"""Loggers that write, and their levels."""
+_LEVELS = {"": logging.WARNING, "polydraft": logging.INFO, "uvicorn": logging.WARNING, "asyncio": logging.WARNING}
+"""The least severe lines that are written, by logger. The root writes all of them, so those of other libraries look like ours."""
 _UNQUOTED = "/:@!$&'()*+,;=~[]"
 _LONGEST = {"client": 64, "method": 16, "path": 200, "reason": 300}
 """Most characters of fields that clients may choose."""
@@ -57,21 +57,23 @@ def log_as(style: str) -> None:
     """Write the log to standard error from now on, as ``"text"`` or as ``"json"``."""
     handler = logging.StreamHandler()
     handler.setFormatter(JsonLines() if style == "json" else TextLines())
-    for name, level in _LOGGERS.items():
+    for name, level in _LEVELS.items():
         logger = logging.getLogger(name)
-        logger.handlers[:] = [handler]
+        logger.handlers[:] = [] if name else [handler]
         logger.setLevel(level)
+    logging.captureWarnings(True)
 
 
 @contextmanager
 def logging_as(style: str) -> Iterator[None]:
     """Write the log as `log_as` does, until the block ends."""
-    loggers = [logging.getLogger(name) for name in _LOGGERS]
+    loggers = [logging.getLogger(name) for name in _LEVELS]
     before = [(logger, logger.handlers[:], logger.level) for logger in loggers]
     log_as(style)
     try:
         yield
     finally:
+        logging.captureWarnings(False)
         for logger, handlers, level in before:
             logger.handlers[:] = handlers
             logger.setLevel(level)

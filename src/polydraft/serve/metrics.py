@@ -1,9 +1,12 @@
 """Metrics for Prometheus, named like vLLM's."""
 
 import time
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, PlatformCollector, ProcessCollector, generate_latest
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from polydraft.engine import StopReason
 from polydraft.serve.request import Progress, Request
@@ -21,10 +24,19 @@ class Metrics:
     """Counters and histograms of one server.
 
     The scheduler's thread calls `observe`; the event loop does the rest.
+
+    Parameters
+    ----------
+    model : str
+        The name that clients know; every metric but those of the process has it as a label.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
+        self._shown = CollectorRegistry()
+        self._shown.register(_Labelled(self.registry, {"model_name": model}))
+        ProcessCollector(registry=self._shown)
+        PlatformCollector(registry=self._shown)
         self.drafts = self._counter("spec_decode_num_drafts", "Rounds with drafted tokens.")
         self.rests = self._counter("spec_decode_num_rests", "Rounds without drafted tokens.")
         self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
@@ -43,13 +55,13 @@ class Metrics:
         self.queue_time = self._histogram("request_queue_time_seconds", "From arrival to a slot.", _FIRST)
 
     def watch(self, scheduler: "Scheduler") -> None:
-        """Show how many texts run and wait, and the memory that is reserved for them."""
-        running = Gauge(f"{_PREFIX}num_requests_running", "Texts that have slots.", registry=self.registry)
-        waiting = Gauge(f"{_PREFIX}num_requests_waiting", "Texts that wait for slots.", registry=self.registry)
-        reserved = Gauge(f"{_PREFIX}cache_reserved_bytes", "Keys and values of all slots.", registry=self.registry)
-        reserved.set_function(lambda: scheduler.cache_bytes)
-        running.set_function(lambda: scheduler.running)
-        waiting.set_function(lambda: scheduler.waiting)
+        """Show how many texts run and wait, and the memory that is reserved for them and in use."""
+        self._gauge("num_requests_running", "Texts that have slots.", lambda: scheduler.running)
+        self._gauge("num_requests_waiting", "Texts that wait for slots.", lambda: scheduler.waiting)
+        self._gauge("cache_reserved_bytes", "Keys and values of all slots.", lambda: scheduler.cache_bytes)
+        self._gauge(
+            "kv_cache_usage_perc", "Part of all slots' tokens that running texts have, 0 to 1.", lambda: scheduler.cache_usage
+        )
 
     def observe(self, request: Request, progress: Progress) -> None:
         """Count an event of a request."""
@@ -83,10 +95,25 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
-        return generate_latest(self.registry)
+        return generate_latest(self._shown)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(_PREFIX + name, text, labels, registry=self.registry)
 
+    def _gauge(self, name: str, text: str, value: Callable[[], float]) -> None:
+        Gauge(_PREFIX + name, text, registry=self.registry).set_function(value)
+
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
         return Histogram(_PREFIX + name, text, buckets=buckets, registry=self.registry)
+
+
+class _Labelled(Collector):
+    """The metrics of a registry, each with labels that they all share."""
+
+    def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
+        self._registry, self._labels = registry, labels
+
+    def collect(self) -> Iterator[Metric]:
+        for family in self._registry.collect():
+            family.samples = [sample._replace(labels=self._labels | sample.labels) for sample in family.samples]
+            yield family

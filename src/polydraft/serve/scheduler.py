@@ -131,6 +131,12 @@ class Scheduler:
         return sum(lane.cache_bytes for lane in tuple(self.lanes.values()))
 
     @property
+    def cache_usage(self) -> float:
+        """Part of the slots' tokens that running sequences have."""
+        slots = self.options.slots + self._second_options.slots
+        return sum(lane.used_tokens for lane in tuple(self.lanes.values())) / (slots * self.options.slot_tokens)
+
+    @property
     def running(self) -> int:
         """Sequences that have slots."""
         return sum(len(lane.running) for lane in tuple(self.lanes.values()))

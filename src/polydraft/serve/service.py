@@ -50,7 +50,7 @@ class Service:
         """What clients may call the model; answers say the first."""
         slot_tokens = options.slot_tokens or fitting_tokens(decoder, options.slots + (options.other_slots or options.slots))
         self.slot_tokens = min(slot_tokens, decoder.target.max_positions or slot_tokens)
-        self.metrics = Metrics()
+        self.metrics = Metrics(self.model)
         lanes = LaneOptions(
             slots=options.slots,
             slot_tokens=self.slot_tokens,
