@@ -10,6 +10,7 @@ from pathlib import Path
 
 DRAFTS = Path("src/polydraft/drafts")
 NATIVE = Path("src/polydraft/backends/native")
+PAGE = Path("src/polydraft/serve/page")
 
 
 def names_missing(names: set[str], wanted: list[str]) -> list[str]:
@@ -42,6 +43,7 @@ def main(folder: Path) -> int:
         [
             "polydraft/py.typed",
             *(str(file.relative_to("src")) for file in NATIVE.glob("*.[ch]")),
+            *(str(file.relative_to("src")) for file in PAGE.iterdir()),
             *prebuilt(wheel.stem.rpartition("-")[2]),
             "licenses/LICENSE",
             "licenses/NOTICE",

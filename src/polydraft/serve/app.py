@@ -10,7 +10,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
@@ -26,7 +26,13 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATHS = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /metrics"
 _EXAMPLE = '{"prompt": "..."} or {"messages": [...]}'
 _TOKENIZE_NAMES = ("prompt", "messages", "model")
-_PAGE_POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_PAGE_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "cache-control": "no-cache",  # after an upgrade, its files must fit each other
+}
 
 
 class Handlers:
@@ -111,9 +117,13 @@ class Handlers:
         return Response(self._service.metrics.text(), media_type=_METRICS_TYPE)
 
     async def page(self, request: Request) -> Response:
-        """Show the chat page."""
-        text = resources.files("polydraft.serve").joinpath("page.html").read_text(encoding="utf-8")
-        return HTMLResponse(text, headers={"content-security-policy": _PAGE_POLICY, "x-content-type-options": "nosniff"})
+        """Show the chat page, or one of its files."""
+        files = {one.name: one for one in resources.files("polydraft.serve").joinpath("page").iterdir()}
+        name = request.path_params.get("name", "index.html")
+        if name not in files:
+            raise HTTPException(404)
+        kind = _PAGE_KINDS[name.rpartition(".")[2]]
+        return Response(files[name].read_bytes(), media_type=kind, headers=_PAGE_HEADERS)
 
 
 def _refuse_constant(name: str) -> float:
@@ -143,6 +153,7 @@ def make_app(service: Service) -> ASGIApp:
             Route("/ready", handlers.ready, methods=get),
             Route("/metrics", handlers.metrics, methods=get),
             Route("/", handlers.page, methods=get),
+            Route("/page/{name}", handlers.page, methods=get),
         ],
         exception_handlers=dict.fromkeys((PolydraftError, HTTPException, Exception), _error_response),
     )

@@ -9,7 +9,7 @@ from typing import Any
 from urllib.parse import quote
 
 _LEVELS = {"": logging.WARNING, "polydraft": logging.INFO, "uvicorn": logging.WARNING, "asyncio": logging.WARNING}
-"""The least severe lines that are written, by logger. The root writes all of them, so those of other libraries look like ours."""
+"""The least severe lines that are written, by logger. The root writes all, so that those of other libraries look like ours."""
 _UNQUOTED = "/:@!$&'()*+,;=~[]"
 _LONGEST = {"client": 64, "method": 16, "path": 200, "reason": 300}
 """Most characters of fields that clients may choose."""

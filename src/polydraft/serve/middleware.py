@@ -19,7 +19,7 @@ from polydraft.serve.metrics import Metrics
 from polydraft.serve.options import ServeOptions, host_and_port, is_local
 
 _LOGGER = logging.getLogger("polydraft.serve")
-_OPEN_PATHS = ("/", "/health", "/ready")
+_OPEN_PATHS = re.compile(r"/(health|ready|page/[^/]+)?")
 """Paths that need no API key: they give nothing away."""
 _MOST_DIGITS = 20
 """Of a content length: Python does not parse numbers of thousands of digits."""
@@ -113,7 +113,7 @@ class AdmissionMiddleware:
             raise RequestError("wrong_host")
         if method == "OPTIONS":
             return
-        if self._keys and path not in _OPEN_PATHS and not self._has_key(headers.get("authorization", "")):
+        if self._keys and not _OPEN_PATHS.fullmatch(path) and not self._has_key(headers.get("authorization", "")):
             raise RequestError("invalid_api_key")
         length = headers.get("content-length", "0")
         if not length.isdecimal() or len(length) > _MOST_DIGITS or int(length) > self._options.max_body_bytes:
