@@ -198,8 +198,8 @@ def test_words_of_a_tree_neither_overlap_nor_are_crossed(page):
         }));
     }).length""")
     assert crossed == 0
-    assert page.locator("#tree g.accepted text").all_inner_texts() == ["is", "not"]
-    assert page.locator("#tree g.own text").inner_text() == "so"
+    assert page.locator("#tree g.accepted text").all_text_contents() == ["is", "not"]
+    assert page.locator("#tree g.own text").text_content() == "so"
 
 
 def test_stop_ends_the_answer_and_frees_the_slot(page, shared):
@@ -329,9 +329,9 @@ def test_a_busy_server_is_asked_again(page):
     busy = [refusal(status, "the queue is full", **{"retry-after": "1"}) for status in (429, 503)]
     reply(page, *busy, sse(piece(("At last", "target"))))
     send(page, "Hi")
-    page.wait_for_selector("text=the queue is full Trying again in 1 s.")
+    page.wait_for_selector("text=The server is busy. Trying again in 1 s.")
     page.click("#notice-act")
-    page.wait_for_selector("text=Trying again in 2 s.")
+    page.wait_for_selector("text=The server cannot answer now. Trying again in 2 s.")
     answered(page)
     assert last(page) == "At last" and not page.locator("#notice").is_visible()
 

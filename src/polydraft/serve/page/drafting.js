@@ -110,7 +110,7 @@ function showRound(rounds) {
   const drafted = i => rounds[i].tree.length > 1;
   let i = chosen ?? rounds.findLastIndex((_, one) => drafted(one));
   if (i < 0) i = rounds.length - 1;
-  const outcome = drafted(i) ? `${rounds[i].accepted} of ${rounds[i].drafted} candidates accepted` : "no candidates";
+  const outcome = drafted(i) ? `${rounds[i].accepted} of ${rounds[i].drafted} accepted` : "no candidates";
   at("round").textContent = `Round ${i + 1} of ${rounds.length}: ${outcome}`;
   at("round-before").disabled = i === 0;
   at("round-after").disabled = i === rounds.length - 1;

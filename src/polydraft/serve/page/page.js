@@ -174,20 +174,13 @@ async function* patiently(body, signal) {
 }
 
 /** Wait some seconds, or until the reader wants to try at once. */
-function pause(error, seconds, signal) {
+function pause({ status }, seconds, signal) {
   return new Promise((resolve, reject) => {
-    const finish = call => {
-      clearInterval(timer);
-      notice("");
-      call();
-    };
-    const tick = () => {
-      if (seconds <= 0) finish(resolve);
-      else notice(`${error.message} Trying again in ${seconds} s.`, { act: "Try now", call: () => finish(resolve) });
-    };
-    const timer = setInterval(() => [(seconds -= 1), tick()], 1000);
+    const finish = call => [clearTimeout(timer), notice(""), call()];
+    const timer = setTimeout(() => finish(resolve), 1000 * seconds);
+    const why = status === 429 ? "The server is busy." : "The server cannot answer now.";
+    notice(`${why} Trying again in ${seconds} s.`, { act: "Try now", call: () => finish(resolve) });
     signal.addEventListener("abort", () => finish(() => reject(signal.reason)), { once: true });
-    tick();
   });
 }
 
