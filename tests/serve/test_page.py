@@ -275,12 +275,12 @@ def test_edit_and_another_answer_ask_from_that_place(page):
         send(page, text)
         answered(page)
     page.locator(".assistant [title='Another answer']").last.click()
-    page.wait_for_function("document.querySelector('#talk').innerText.includes('Three')")
+    page.wait_for_selector("#talk >> text=Three")
     assert [one["content"] for one in bodies[-1]["messages"]] == ["First", "One", "Second"]
     page.keyboard.press("ArrowUp")
     page.fill(".edit textarea", "Other")
     page.keyboard.press("Enter")
-    page.wait_for_function("document.querySelector('#talk').innerText.includes('Four')")
+    page.wait_for_selector("#talk >> text=Four")
     assert [one["content"] for one in bodies[-1]["messages"]] == ["First", "One", "Other"]
 
 
@@ -347,7 +347,7 @@ def test_an_answer_that_breaks_off_stays_and_can_be_tried_again(page, broken):
     assert {"error": "the round failed", "cut": "connection was lost"}[broken] in page.inner_text("#notice")
     assert last(page) == "Half"
     page.click("#notice-act")
-    page.wait_for_function("document.querySelector('#talk').innerText.includes('Whole')")
+    page.wait_for_selector("#talk >> text=Whole")
     assert "Half" not in page.inner_text("#talk")
 
 
