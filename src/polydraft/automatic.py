@@ -13,7 +13,7 @@ import torch
 from polydraft.defaults import NONE, default_tree
 from polydraft.devices import is_host
 from polydraft.errors import UsageError
-from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models import Head, LanguageModel
 from polydraft.models.hf import HFModel
 from polydraft.models.int8_copy import NAME as INT8
 from polydraft.models.int8_copy import Int8Copy, copy_bytes, copy_obstacle
@@ -79,7 +79,7 @@ def _without_copy(target: HFModel, reason: str) -> Choice:
 
 def automatic_draft(
     options: LoadOptions, loaded: Loaded, free: int | None = None
-) -> tuple[LoadOptions, LanguageModel | FeatureHead | None]:
+) -> tuple[LoadOptions, LanguageModel | Head | None]:
     """Return the options with who drafts for a target, and the draft, if that is a model; say in a line what and why.
 
     Parameters

@@ -21,7 +21,7 @@ from polydraft.engine import Decoder, Engine, Stats, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
 from polydraft.loading import default_decoder
-from polydraft.models import FeatureHead, LanguageModel, check_prompts
+from polydraft.models import Head, LanguageModel, check_prompts
 from polydraft.models.adapters import places_of
 from polydraft.models.families import text_config
 from polydraft.models.generation_defaults import sampling_params
@@ -60,7 +60,7 @@ class SpeculateOptions(TreeOptions):
     """What `Speculate` can be told."""
 
     draft: Any = field(default=AUTO, kw_only=False)
-    """A small transformers model with the same tokenizer, on the same device, a `LanguageModel` or a `FeatureHead`; or what
+    """A small transformers model with the same tokenizer, on the same device, a `LanguageModel` or a `Head`; or what
     `polydraft.load` takes by name, loaded for the first model that it is used with; None for plain decoding.
 
     ``"auto"`` is what `load` means by it: the draft that is known for the model, or else its own weights in int8, or n-grams;
@@ -78,7 +78,7 @@ class SpeculateOptions(TreeOptions):
         if self.ngrams is not None:
             check_drafter(self.ngrams, self.walk)
 
-    def shape_for(self, draft: LanguageModel | FeatureHead) -> Topology | DynamicShape:
+    def shape_for(self, draft: LanguageModel | Head) -> Topology | DynamicShape:
         """Return the draft tree; ``"auto"`` is a dynamic one on a CPU, as for `polydraft.load`."""
         tree = self.tree
         if tree == AUTO:
@@ -118,11 +118,11 @@ class Speculate:
         self._places: tuple[int, ...] = ()
         self._options = options
         self._drafter: Drafter = Plain()
-        self._draft: LanguageModel | FeatureHead | None = None
+        self._draft: LanguageModel | Head | None = None
         named = isinstance(options.draft, str)  # for a target that is not known yet
         self._draft_by(None if named or options.draft is None else given_draft(options.draft))
 
-    def _draft_by(self, draft: LanguageModel | FeatureHead | None) -> None:
+    def _draft_by(self, draft: LanguageModel | Head | None) -> None:
         """Make the drafter."""
         options, pauses = self._options, self._options.tree == AUTO
         self._draft, self._drafter = None, Plain()
@@ -205,8 +205,8 @@ class Speculate:
             target = HFModel(model, endless=True)
             if isinstance(name, str):
                 self._draft_by_name(name, Loaded(target, _tokenizer_of(model), ()))
-            elif isinstance(self._draft, FeatureHead):
-                target.tap(self._draft.shape.taps)
+            elif isinstance(self._draft, Head):
+                target.tap(self._draft.taps)
             self._target, self._places = target, places_of(model)
         if self._draft is not None:
             check_draft(self._draft, target)

@@ -14,10 +14,11 @@ from polydraft.draft import LOSSY_DRAFTERS, GramTreeOptions, Parts, make_drafter
 from polydraft.draft.tree_drafter import needs_draft
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
-from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models import Head, LanguageModel
+from polydraft.models.finding import check_draft_name
 from polydraft.models.int8_copy import NAME as INT8
 from polydraft.models.int8_copy import Int8Copy
-from polydraft.models.loading import Loaded, check_draft_name, load_draft, load_given, load_model
+from polydraft.models.loading import Loaded, load_draft, load_given, load_model
 from polydraft.models.placement import DTYPES, TENSOR_PARALLEL, check_device_map, resolve_device, resolve_dtype
 from polydraft.options import AUTO, BY_LOAD, FLAT_BLOCKS, SELF_DRAFT, LoadOptions
 from polydraft.papers.decision import DecisionModel, load_decision
@@ -89,7 +90,7 @@ def resolved(options: LoadOptions, *, batch: int = 1, temperature: float | None 
     return _resolved(_tuned(options, place, number_format, batch, temperature), place, number_format)
 
 
-def default_decoder(loaded: Loaded, draft: LanguageModel | FeatureHead | None, target: str) -> Decoder:
+def default_decoder(loaded: Loaded, draft: LanguageModel | Head | None, target: str) -> Decoder:
     """Make the decoder that `load` makes of a target of this name, and the draft that is known for it, if nothing is tuned."""
     options = LoadOptions(target=target, draft=INT8 if isinstance(draft, Int8Copy) else "given")
     if draft is None:
@@ -99,9 +100,7 @@ def default_decoder(loaded: Loaded, draft: LanguageModel | FeatureHead | None, t
     return make_decoder(options, loaded, draft, pauses=True)
 
 
-def make_decoder(
-    options: LoadOptions, loaded: Loaded, draft: LanguageModel | FeatureHead | None, *, pauses: bool = False
-) -> Decoder:
+def make_decoder(options: LoadOptions, loaded: Loaded, draft: LanguageModel | Head | None, *, pauses: bool = False) -> Decoder:
     """Make a decoder of models that are there already; the options' own names of models and machines are not looked at.
 
     `pauses` if nobody asked for this tree: on a CPU, drafting then pauses while it does not pay.
@@ -193,7 +192,7 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
     return dataclasses.replace(options, tree=tree, draft=draft)
 
 
-def _decision(options: LoadOptions, draft: LanguageModel | FeatureHead | None) -> DecisionModel | None:
+def _decision(options: LoadOptions, draft: LanguageModel | Head | None) -> DecisionModel | None:
     """Load the decision model that is asked for, if one is."""
     name = options.decision
     if name is None or name == "none":

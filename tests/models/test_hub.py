@@ -8,7 +8,8 @@ import torch
 from huggingface_hub import constants
 
 from polydraft.errors import UsageError
-from polydraft.models.loading import check_name, hub_options, load_model
+from polydraft.models.finding import hub_options
+from polydraft.models.loading import check_name, load_model
 from polydraft.train.corpus_cache import load_tokenizer
 
 NAME = "nobody/nothing"

@@ -13,8 +13,8 @@ from polydraft.beam._node import Node
 from polydraft.beam._slots import Inputs, SlotTree
 from polydraft.beam._workspace import BEFORE, NOWHERE, BeamMemory
 from polydraft.devices import can_sync
-from polydraft.models import FeatureHead, LanguageModel
-from polydraft.models.heads.head_context import HeadContext
+from polydraft.models import Head, LanguageModel
+from polydraft.models.heads.head_context import Entries
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block, causal_block
 
@@ -102,10 +102,10 @@ class HeadReader(TreeReader):
 
     reads_features = True
 
-    def __init__(self, head: FeatureHead, memory: BeamMemory | None = None) -> None:
+    def __init__(self, head: Head, memory: BeamMemory | None = None) -> None:
         self.name, self.vocabulary, self._head = head.name, head.vocabulary, head
         memory = memory or BeamMemory(head, graphs=False)
-        assert isinstance(memory.context, HeadContext)
+        assert isinstance(memory.context, Entries)
         self._context = memory.context
         inputs = Inputs(self._feature_rows, lambda: self._target and self._target.bank.place)
         self._tree = SlotTree(
@@ -199,7 +199,7 @@ class HeadReader(TreeReader):
         """Return the features `[T, H]` in rows of the two banks; zeros where there are none."""
         assert self._target is not None, "begin() comes first"
         head, (own_NH, theirs_NF) = self._head, (self._tree.bank.values_NF, self._target.bank.values_NF)
-        joined_TH = torch.zeros(len(known_T), head.shape.hidden_size, dtype=head.dtype, device=head.device)
+        joined_TH = torch.zeros(len(known_T), head.hidden_size, dtype=head.dtype, device=head.device)
         if can_sync(joined_TH) and not self._tree.captures:
             # Compute only what is asked for.
             for rows_T, bank, ready in ((guessed_T, own_NH, lambda own_RH: own_RH), (known_T, theirs_NF, head.fused)):
@@ -222,6 +222,6 @@ class HeadReader(TreeReader):
         self._tree.keep(leaves)
 
 
-def tree_reader(draft: LanguageModel | FeatureHead, memory: BeamMemory | None = None) -> TreeReader:
+def tree_reader(draft: LanguageModel | Head, memory: BeamMemory | None = None) -> TreeReader:
     """Return the reader for a draft, which uses the draft's memory if one is given."""
-    return HeadReader(draft, memory) if isinstance(draft, FeatureHead) else ModelReader(draft, memory)
+    return HeadReader(draft, memory) if isinstance(draft, Head) else ModelReader(draft, memory)

@@ -16,7 +16,7 @@ from polydraft.beam._workspace import BeamWorkspace
 from polydraft.beam.options import BeamOptions, Draws
 from polydraft.engine import Stats, StopReason
 from polydraft.errors import FailureError
-from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models import Head, LanguageModel
 from polydraft.sampling import SamplingParams
 
 _NEWS = 0.2
@@ -31,7 +31,7 @@ class BeamRequest:
     """What a run decodes."""
 
     target: LanguageModel
-    draft: LanguageModel | FeatureHead | None = None
+    draft: LanguageModel | Head | None = None
     """Without one every round is one step of plain beam decoding, unless `options.twins` is set, which ignores it."""
     prompt: Sequence[int]
     params: SamplingParams

@@ -11,7 +11,7 @@ from polydraft.beam._node import Node
 from polydraft.devices import captures, is_host
 from polydraft.engine.graphs import GraphCache, tell_obstacle
 from polydraft.engine.workspace import Owner
-from polydraft.models import Context, FeatureHead, LanguageModel
+from polydraft.models import Context, Head, LanguageModel
 from polydraft.transfers import brought
 
 BEFORE = 0
@@ -119,7 +119,7 @@ class BeamMemory:
     sizes : PassSizes, optional
     """
 
-    def __init__(self, model: LanguageModel | FeatureHead, graphs: bool, sizes: PassSizes | None = None) -> None:
+    def __init__(self, model: LanguageModel | Head, graphs: bool, sizes: PassSizes | None = None) -> None:
         self._model, self.sizes = model, sizes or PassSizes()
         self.context: Context = model.start(1, 8)
         self.bank = FeatureBank(self.sizes)
@@ -163,7 +163,7 @@ class BeamWorkspace:
     def __init__(
         self,
         target: LanguageModel,
-        draft: LanguageModel | FeatureHead | None,
+        draft: LanguageModel | Head | None,
         graphs: bool,
         *,
         packs: bool | None = None,

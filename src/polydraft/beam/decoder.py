@@ -16,7 +16,7 @@ from polydraft.beam.stream import BeamGeneration, BeamStream
 from polydraft.engine import Decoder
 from polydraft.engine.request import Request, rows_of
 from polydraft.errors import UsageError, unknown_name
-from polydraft.models import FeatureHead, LanguageModel, check_prompts
+from polydraft.models import Head, LanguageModel, check_prompts
 from polydraft.sampling import SamplingParams
 
 _GREEDY, _PLAIN = SamplingParams(temperature=0.0), SamplingParams()
@@ -41,7 +41,7 @@ class BeamDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         draft = decoder.drafter.model
-        self.draft: LanguageModel | FeatureHead | None = draft if isinstance(draft, LanguageModel | FeatureHead) else None
+        self.draft: LanguageModel | Head | None = draft if isinstance(draft, LanguageModel | Head) else None
         self._spare: deque[BeamWorkspace] = deque(maxlen=_MOST_SPARE)
         """Workspaces whose captured passes are worth keeping."""
         self._lending = threading.Lock()

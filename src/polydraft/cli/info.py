@@ -116,19 +116,26 @@ def _drafts(options: LoadOptions, model: "Outline", choice: "Choice | None", fit
     """Return which draft was found, and what ``draft="auto"`` does, with the reason."""
     from polydraft.defaults import NONE, SHIPPED_DRAFT, default_draft
     from polydraft.loading import resolved
+    from polydraft.models.heads.known import shipped_layers
+    from polydraft.models.heads.mtp_folder import NAME as MTP
     from polydraft.models.int8_copy import NAME as INT8
     from polydraft.profile import tuned
 
     known = default_draft(options.target)
     pick = tuned(options, known, model.device, model.dtype, batch=1, temperature=None)
-    found = {"draft": None if known == NONE else known, "tuned": None if pick is None else dataclasses.asdict(pick)}
+    found = {
+        "draft": None if known == NONE else known,
+        "shipped": str(shipped_layers(options.target)),
+        "tuned": None if pick is None else dataclasses.asdict(pick),
+    }
     tree, drafter = (AUTO, AUTO) if pick is None else (pick.tree, pick.drafter)
     settled = resolved(dataclasses.replace(options, profile=NONE, tree=tree, drafter=drafter))
     auto: Any = settled
     if pick is not None:
         why = f"polydraft tune found it the fastest here: {pick.speedup:.2f}× plain decoding at T={pick.temperature:g}"
     elif settled.draft != AUTO:
-        why = "it ships for this model" if known == SHIPPED_DRAFT else "it lies beside the model, or was trained for it here"
+        shipped = {SHIPPED_DRAFT: "it ships for this model", MTP: "its checkpoint ships them"}
+        why = shipped.get(known, "it lies beside the model, or was trained for it here")
     elif choice is None:
         why = "it does not fit into memory" if fits is False else "decided when it is loaded"
         return {"found": found, "auto": {"draft": None, "drafter": None, "tree": None, "why": why}}
@@ -180,7 +187,8 @@ def _told(facts: dict[str, Any], width: int) -> Iterator[str]:
         return
     yield row("runs by", facts["runs by"])
     tuned = "" if facts["found"]["tuned"] is None else "; a profile of polydraft tune"
-    yield row("found", f"{facts['found']['draft'] or 'no head beside it, and none trained for it here'}{tuned}")
+    found = facts["found"]["draft"] or "no head beside it, and none trained for it here"
+    yield row("found", f"{found}; {facts['found']['shipped']}{tuned}")
     yield row("auto", _auto_words(facts["auto"]))
     yield ""
     yield f"polydraft generate PROMPT --target {facts['target']}, with one of"

@@ -19,7 +19,7 @@ from polydraft.devices import can_sync, captures, cpu_features, wait_for
 from polydraft.draft.candidates import best_children, drawn_children, gains
 from polydraft.draft.speedup import Costs, cost_curve
 from polydraft.draft.trie import Limits, as_draft_tree, grow, trie_ladder
-from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models import Head, LanguageModel
 from polydraft.models.fingerprint import package_version
 from polydraft.models.int8_copy import Int8Copy
 from polydraft.models.placement import agreed
@@ -52,7 +52,7 @@ _HOST = 3.2
 ms of a plain round of a tiny model, where a walk takes 0.27; 1.1 ms of one of the bundled model in int8."""
 _PERIOD = 24
 """Of the text in which n-grams are looked up to see how long that takes: all of it has been there before."""
-Draft = LanguageModel | FeatureHead | None
+Draft = LanguageModel | Head | None
 """Who drafts; None for n-grams."""
 
 
@@ -247,7 +247,7 @@ def _verification(name: str, target: LanguageModel, draft: Draft) -> Callable[[]
     return lambda: walk.run(scheme, tree, lambda node_B, path_BP: torch.softmax(logits_1V, dim=-1), own_1U)
 
 
-def _draft_level(draft: LanguageModel | FeatureHead, name: str, beam: int) -> Callable[[], Any]:
+def _draft_level(draft: LanguageModel | Head, name: str, beam: int) -> Callable[[], Any]:
     """Return one level's work: a pass of its nodes, `beam` of them where none are drawn, their distributions, and children."""
     width = 1 if isinstance(draft, Int8Copy) else beam if name == "top" else _DRAWING
     context: Any = draft.start(1, _CONTEXT + width)
@@ -255,10 +255,10 @@ def _draft_level(draft: LanguageModel | FeatureHead, name: str, beam: int) -> Ca
     tokens_1T = torch.zeros(1, size, dtype=torch.long, device=device)
     own_1WU = torch.eye(width, dtype=torch.bool, device=device)[None]
     block = Block(0, torch.zeros(1, width, dtype=torch.long, device=device), own_1WU, levels=(width,))
-    if isinstance(draft, FeatureHead):
+    if isinstance(draft, Head):
         zeros: Any = {"dtype": draft.dtype, "device": device}
-        context.read(tokens_1T, torch.zeros(1, size, draft.shape.hidden_size, **zeros), causal_block(1, size, device))
-        fused_1WH = torch.zeros(1, width, draft.shape.hidden_size, **zeros)
+        context.read(tokens_1T, torch.zeros(1, size, draft.hidden_size, **zeros), causal_block(1, size, device))
+        fused_1WH = torch.zeros(1, width, draft.hidden_size, **zeros)
 
         def read() -> torch.Tensor:
             return context.read(tokens_1T[:, :width], fused_1WH, block)  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from polydraft.draft.gram_options import GramTreeOptions
 from polydraft.draft.session import DraftSession
 from polydraft.draft.stopping_builder import Decision
-from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models import Head, LanguageModel
 from polydraft.registry import Registry
 from polydraft.sampling import RowParams
 from polydraft.trees import DynamicShape, Topology
@@ -19,7 +19,7 @@ class Drafter(ABC):
     name: str
     lossless: bool = True
     """Whether texts follow the target's distribution; False needs the user's word for it."""
-    model: LanguageModel | FeatureHead | None = None
+    model: LanguageModel | Head | None = None
     """The draft, if there is one."""
     topology: Topology | DynamicShape | None = None
     """Shape of the trees that are drawn from it."""
@@ -46,7 +46,7 @@ class Parts:
     """What a drafter can be made of."""
 
     target: LanguageModel
-    draft: LanguageModel | FeatureHead | None = None
+    draft: LanguageModel | Head | None = None
     topology: Topology
     scheme: str = "auto"
     draft_temperature: float | None = None

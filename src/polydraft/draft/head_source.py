@@ -8,7 +8,7 @@ from torch import Tensor
 from polydraft.devices import can_sync
 from polydraft.draft.policy import LONGEST_REST
 from polydraft.draft.source import DistributionSource
-from polydraft.models import FeatureHead
+from polydraft.models import Head
 from polydraft.models.language_model import Observer
 from polydraft.models.memory import NO_TEXT, common_prefix
 from polydraft.rows import ByRow
@@ -29,7 +29,7 @@ class HeadSource(DistributionSource):
     ROW_STATE = ("_texts", "_tokens_BW", "_features_BWF", "_fresh_B", "_lone_B")
     follows_any_path = movable = True
 
-    def __init__(self, head: FeatureHead, batch_size: int) -> None:
+    def __init__(self, head: Head, batch_size: int) -> None:
         super().__init__(head.device, head.vocabulary)
         self._head = head
         self._context = head.start(batch_size, 1)
@@ -161,7 +161,7 @@ class HeadSource(DistributionSource):
 
     def _fused_fresh(self) -> Tensor:
         if self._features_BWF is None:  # nothing but texts of one token
-            size = (*self._tokens_BW.shape, self._head.shape.hidden_size)
+            size = (*self._tokens_BW.shape, self._head.hidden_size)
             return torch.zeros(size, dtype=self._head.dtype, device=self.device)
         return self._context.fused(self._features_BWF)
 

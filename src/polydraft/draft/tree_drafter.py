@@ -27,7 +27,7 @@ from polydraft.draft.stopping_builder import Decision, StoppingBuilder
 from polydraft.draft.tree_choice import TreeChoice, smaller_trees
 from polydraft.draft.trie import check_node_walk
 from polydraft.errors import UsageError, unknown_name
-from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models import Head, LanguageModel
 from polydraft.models.int8_copy import Int8Copy
 from polydraft.sampling import RowParams
 from polydraft.trees import DynamicShape, Topology
@@ -42,7 +42,7 @@ class TreeDrafter(Drafter):
 
     Parameters
     ----------
-    model : LanguageModel or FeatureHead
+    model : LanguageModel or Head
         The draft: a model with the same tokens as the target, or a head that was trained for it.
     shape : Topology or DynamicShape
         A tree of static shape, or limits of one that follows what the draft is sure of (OPT-Tree, EAGLE-2). On a CPU that is as
@@ -69,7 +69,7 @@ class TreeDrafter(Drafter):
 
     def __init__(
         self,
-        model: LanguageModel | FeatureHead,
+        model: LanguageModel | Head,
         shape: Topology | DynamicShape,
         scheme: str | Scheme = "auto",
         *,
@@ -80,12 +80,12 @@ class TreeDrafter(Drafter):
         greedy: Topology | DynamicShape | None = None,
         pauses: bool = False,
     ) -> None:
-        self.model: LanguageModel | FeatureHead = model
+        self.model: LanguageModel | Head = model
         if isinstance(model, Int8Copy) and isinstance(shape, DynamicShape):
             shape = dataclasses.replace(shape, beam=1)  # each further node of a level costs as much as the first
         self.topology: Topology | DynamicShape = shape
         self.scheme, self.draft_temperature, self.decision, self.costs = scheme, draft_temperature, decision, costs
-        self.name = "dynamic" if self.dynamic else "head" if isinstance(model, FeatureHead) else "model"
+        self.name = "dynamic" if self.dynamic else "head" if isinstance(model, Head) else "model"
         self.by_load = by_load and decision is None and not self.dynamic
         self._timings, self.greedy, self.pauses = Timings(), greedy, pauses
         if isinstance(shape, Topology):
@@ -112,7 +112,7 @@ class TreeDrafter(Drafter):
 
     def source(self, batch_size: int) -> DistributionSource:
         """Return the draft's memory of a batch."""
-        if isinstance(self.model, FeatureHead):
+        if isinstance(self.model, Head):
             return HeadSource(self.model, batch_size)
         if isinstance(self.model, Int8Copy):
             return CopySource(self.model)
@@ -200,13 +200,13 @@ def _model(parts: Parts, drafter: str) -> LanguageModel:
     return parts.draft
 
 
-def _head(parts: Parts, drafter: str) -> FeatureHead:
-    if not isinstance(parts.draft, FeatureHead):
+def _head(parts: Parts, drafter: str) -> Head:
+    if not isinstance(parts.draft, Head):
         raise UsageError(f"drafter {drafter!r} needs a feature head; make one with: polydraft train head")
     return parts.draft
 
 
-def _static(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
+def _static(parts: Parts, draft: LanguageModel | Head) -> TreeDrafter:
     return TreeDrafter(
         draft,
         parts.topology,
@@ -219,7 +219,7 @@ def _static(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
     )
 
 
-def _dynamic(parts: Parts, draft: LanguageModel | FeatureHead) -> TreeDrafter:
+def _dynamic(parts: Parts, draft: LanguageModel | Head) -> TreeDrafter:
     # Costs are measured only for trees that were asked for by name: small models of tests have none worth measuring.
     shape, costs = (parts.dynamic, None) if parts.dynamic else (DynamicShape.like(parts.topology), _NOMINAL)
     return TreeDrafter(
@@ -323,6 +323,6 @@ def make_drafter(parts: Parts, name: str = AUTO) -> Drafter:
 def _tree(name: str, parts: Parts) -> Drafter:
     if name != "model":
         return DRAFTERS.get(name)(parts)
-    kind = "head" if isinstance(parts.draft, FeatureHead) else "model"
+    kind = "head" if isinstance(parts.draft, Head) else "model"
     dynamic = {"head": "dynamic-head", "model": "dynamic"}
     return DRAFTERS.get(dynamic[kind] if parts.dynamic is not None else kind)(parts)

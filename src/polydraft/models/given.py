@@ -6,7 +6,7 @@ import torch
 
 from polydraft.errors import UsageError
 from polydraft.models.adapters import unwrapped
-from polydraft.models.heads.feature_head import FeatureHead
+from polydraft.models.heads.head import Head
 from polydraft.models.hf import HFModel
 from polydraft.models.language_model import LanguageModel
 
@@ -28,14 +28,14 @@ def given_model(model: Any, role: str) -> Any:
     return model
 
 
-def given_draft(draft: Any) -> LanguageModel | FeatureHead:
+def given_draft(draft: Any) -> LanguageModel | Head:
     """Return a draft that a caller has given as a `LanguageModel`; those of ours are returned as they are."""
-    if isinstance(draft, LanguageModel | FeatureHead):
+    if isinstance(draft, LanguageModel | Head):
         return draft
     return HFModel(given_model(draft, "draft"), endless=True, invariant=False)
 
 
-def check_draft(draft: LanguageModel | FeatureHead, target: HFModel) -> None:
+def check_draft(draft: LanguageModel | Head, target: HFModel) -> None:
     """Refuse a draft on another device or with another vocabulary; embedding tables may be padded differently."""
     if draft.device != target.device:
         raise UsageError(f"the draft is on {draft.device} but the target on {target.device}; move one of them")

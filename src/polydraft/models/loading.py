@@ -5,13 +5,10 @@ import logging
 import math
 import os
 import pickle
-import socket
-import urllib.request
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 from safetensors import SafetensorError
@@ -19,16 +16,14 @@ from safetensors import SafetensorError
 from polydraft.devices import is_host
 from polydraft.errors import FailureError, PolydraftError, UsageError
 from polydraft.models.adapters import ALLOWED, check_adapter, with_adapter
-from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_source
+from polydraft.models.bundled import BUNDLED, bundled_source
 from polydraft.models.families import scheme_of
+from polydraft.models.finding import head_place, hub_options
 from polydraft.models.generation_defaults import GenerationDefaults
 from polydraft.models.gguf import converted_folder, gguf_source, load_converted, load_converted_tokenizer, vocabulary_of
-from polydraft.models.gguf.architecture import Architecture
-from polydraft.models.gguf.header import read_header
 from polydraft.models.given import check_draft, given_draft, given_model
-from polydraft.models.heads.feature_head import FeatureHead
-from polydraft.models.heads.head_folder import TargetSizes, load_vocabulary, shapes_in
-from polydraft.models.heads.kinds import kind_of
+from polydraft.models.heads.head import Head
+from polydraft.models.heads.head_folder import load_vocabulary, shapes_in
 from polydraft.models.hf import HFModel, early_exit, in_training
 from polydraft.models.inflated import InflatedModel, is_inflated, parse_inflated
 from polydraft.models.int8_copy import NAME as INT8_COPY
@@ -50,24 +45,6 @@ ALLOWED_TARGETS = f"{BUNDLED}, a folder, a GGUF file, or a hub name"
 logger = logging.getLogger(__name__)
 if logger.level == logging.NOTSET:  # most programs say themselves what they do
     logger.setLevel(logging.WARNING)
-
-
-def hub_options(name: str) -> dict[str, Any]:
-    """Return how `from_pretrained` shall look for a model: where the hub's address is unknown, among what is on disk only.
-
-    The hub's client would try again and again, for half a minute, before it says that a name cannot be had.
-    """
-    from huggingface_hub import constants, is_offline_mode
-
-    if os.path.isdir(name) or is_offline_mode() or urllib.request.getproxies():  # a proxy knows its own addresses
-        return {}
-    address = urlsplit(constants.ENDPOINT)
-    try:
-        # By number: not every machine has a list of services to look "https" up in.
-        socket.getaddrinfo(address.hostname, address.port or (80 if address.scheme == "http" else 443))
-    except OSError:
-        return {"local_files_only": True}
-    return {}
 
 
 def check_name(kind: str, name: str, allowed: str) -> None:
@@ -311,16 +288,16 @@ def _load_inflated(
     return Loaded(model, small.tokenizer, small.eos_token_ids, small.defaults)
 
 
-def load_draft(name: Any, target: Loaded) -> LanguageModel | FeatureHead | None:
-    """Load a draft for a target: none, int8, early-exit:k, a shipped one, a folder, a hub name, or a model object.
+def load_draft(name: Any, target: Loaded) -> LanguageModel | Head | None:
+    """Load a draft for a target: none, int8, mtp, early-exit:k, a shipped one, a folder, a hub name, or a model object.
 
     A folder or hub name may hold a model, or one of the kinds of heads in `polydraft.models.heads.kinds`.
     """
     if not isinstance(name, str):
         given = given_draft(name)
         check_draft(given, target.model)
-        if isinstance(given, FeatureHead):
-            target.model.tap(given.shape.taps)
+        if isinstance(given, Head):
+            target.model.tap(given.taps)
         return given
     if name == "none":
         return None
@@ -331,8 +308,8 @@ def load_draft(name: Any, target: Loaded) -> LanguageModel | FeatureHead | None:
         return early_exit(target.model, int(number))
     if name == INT8_COPY:
         return Int8Copy(target.model)
-    folder = head_folder(name)
-    if (kind := kind_of(folder)) is not None:
+    folder, kind = head_place(name, target.model.name)
+    if kind is not None:
         return kind.load(folder, target.model, target.tokenizer, name)
     if (source := gguf_source(name)) is not None and target.tokenizer is not None:
         _check_header(target, name, vocabulary_of(source))
@@ -345,54 +322,6 @@ def load_draft(name: Any, target: Loaded) -> LanguageModel | FeatureHead | None:
         if vocabulary is None
         else HFModel(draft.model.hf_model, name, vocabulary=vocabulary, native=native, invariant=False)
     )
-
-
-def check_draft_name(name: str, target: str) -> None:
-    """Refuse a head whose files are not whole, or that is for other targets, before the target is loaded.
-
-    Nothing is said of a target whose config cannot be read: whoever loads it says what is wrong.
-    """
-    if name in SHIPPED_DRAFTS or is_inflated(target):
-        return
-    folder = head_folder(name)
-    kind = kind_of(folder)
-    sizes = None if kind is None else _sizes(target)
-    if kind is not None and sizes is not None:
-        kind.check(folder, sizes, name)
-
-
-def _sizes(target: str) -> TargetSizes | None:
-    from transformers import AutoConfig
-
-    source = bundled_source() if target == BUNDLED else gguf_source(target)
-    try:
-        if source is not None:
-            return TargetSizes(name=target, config=Architecture(source, read_header(source)).model.config)
-        config = AutoConfig.from_pretrained(target, **hub_options(target))
-        return TargetSizes(name=target, config=config.get_text_config(decoder=True))
-    except Exception:  # transformers raises anything for what is no model
-        return None
-
-
-def head_folder(name: str) -> Path:
-    """Return the folder that a draft's name stands for, if it is a head."""
-    return SHIPPED_DRAFTS.get(name) or head_on_hub(name) or Path(name)
-
-
-def head_on_hub(name: str) -> Path | None:
-    """Return the folder of a head that a hub has under this name; None where it has none, or another kind of model."""
-    from huggingface_hub import hf_hub_download, snapshot_download
-
-    if os.path.isdir(name) or not name.strip() or name.startswith((".", "/", "~")) or name.endswith(".gguf"):
-        return None
-    try:
-        options = hub_options(name)
-        config = Path(hf_hub_download(name, "config.json", **options))
-        if kind_of(config.parent) is None:
-            return None
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], **options))
-    except (OSError, ValueError):  # whoever loads it as a model says what is wrong
-        return None
 
 
 def check_same_tokens(target: Loaded, draft: Loaded) -> None:

@@ -16,6 +16,7 @@ from polydraft.errors import FailureError, UsageError, first_line
 from polydraft.models.bundled import BUNDLED, bundled_source
 from polydraft.models.check import working_twins
 from polydraft.models.families import context_limit, refuse_unsupported, scheme_of, text_config
+from polydraft.models.finding import hub_options
 from polydraft.models.gguf import gguf_source
 from polydraft.models.gguf.architecture import Architecture
 from polydraft.models.gguf.conversion import Conversion
@@ -31,7 +32,6 @@ from polydraft.models.loading import (
     cannot_load,
     check_name,
     check_size,
-    hub_options,
     missing_part,
     name_obstacle,
 )

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from polydraft.draft.stopping_builder import Decision
 from polydraft.errors import FailureError, UsageError, first_line
-from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models import Head, LanguageModel
 from polydraft.models.heads.head_folder import check_header, weightless
 
 DEFAULT_THRESHOLD = 0.4
@@ -166,7 +166,7 @@ class DecisionModel(nn.Module, Decision):
             self.calibration_2.copy_(line_2.detach())
 
 
-def draft_fingerprint(draft: LanguageModel | FeatureHead) -> str:
+def draft_fingerprint(draft: LanguageModel | Head) -> str:
     """Return a short mark of a draft's weights; the same in every number format they are loaded in."""
     digest = hashlib.sha256()
     for name, weight in sorted(_weights(draft).items()):
@@ -178,8 +178,8 @@ def draft_fingerprint(draft: LanguageModel | FeatureHead) -> str:
     return digest.hexdigest()[:16]
 
 
-def _weights(draft: LanguageModel | FeatureHead) -> dict[str, Tensor]:
-    if isinstance(draft, FeatureHead):
+def _weights(draft: LanguageModel | Head) -> dict[str, Tensor]:
+    if isinstance(draft, Head):
         return dict(draft.state_dict())
     module = getattr(draft, "hf_model", None)
     if module is not None:
@@ -188,7 +188,7 @@ def _weights(draft: LanguageModel | FeatureHead) -> dict[str, Tensor]:
     return {name: value for name, value in vars(draft).items() if isinstance(value, Tensor)}
 
 
-def save_decision(model: DecisionModel, draft: LanguageModel | FeatureHead, folder: Path, details: dict[str, Any]) -> None:
+def save_decision(model: DecisionModel, draft: LanguageModel | Head, folder: Path, details: dict[str, Any]) -> None:
     """Write a decision model, and what is needed to load it, into an existing folder."""
     weights = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
@@ -202,14 +202,14 @@ def save_decision(model: DecisionModel, draft: LanguageModel | FeatureHead, fold
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
 
 
-def load_decision(name: str, draft: LanguageModel | FeatureHead, threshold: float = DEFAULT_THRESHOLD) -> DecisionModel:
+def load_decision(name: str, draft: LanguageModel | Head, threshold: float = DEFAULT_THRESHOLD) -> DecisionModel:
     """Load the decision model of a draft.
 
     Parameters
     ----------
     name : str
         A folder, or one that ships with the draft: ``"auto"``, ``"hidden"`` or ``"distribution"``.
-    draft : LanguageModel or FeatureHead
+    draft : LanguageModel or Head
         Refused if the model was trained for another.
     threshold : float
         β, see `DecisionModel`.

@@ -20,7 +20,7 @@ from polydraft.draft import LOSSY_DRAFTERS, DistributionSource, Drafter, DraftSe
 from polydraft.draft.static_plan import LevelPlan
 from polydraft.draft.stopping_builder import Decision, StoppingBuilder
 from polydraft.errors import UsageError
-from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models import Head, LanguageModel
 from polydraft.sampling import NO_TOKEN, RowParams, draw_distinct, draw_one
 from polydraft.trees import DraftTree, Topology
 from polydraft.verify import SCHEMES, Fault, Scheme, TargetDistributions, Verdict, Walk
@@ -46,7 +46,7 @@ class TargetInit(Drafter):
 
     Parameters
     ----------
-    model : LanguageModel or FeatureHead
+    model : LanguageModel or Head
         The draft.
     topology : Topology
         A fork; its depth D counts drafted tokens.
@@ -57,9 +57,9 @@ class TargetInit(Drafter):
     name = "target-init"
     lossless = False
 
-    def __init__(self, model: LanguageModel | FeatureHead, topology: Topology, decision: Decision | None = None) -> None:
+    def __init__(self, model: LanguageModel | Head, topology: Topology, decision: Decision | None = None) -> None:
         check_lossy(self.name, topology)
-        self.model: LanguageModel | FeatureHead = model
+        self.model: LanguageModel | Head = model
         self.decision = decision
         self.topology: Topology = Topology.fork(len(topology.children[0]), topology.depth + 1)
 

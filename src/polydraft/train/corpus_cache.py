@@ -12,7 +12,8 @@ import torch
 
 from polydraft.errors import UsageError, first_line
 from polydraft.models.bundled import BUNDLED, bundled_folder
-from polydraft.models.loading import Loaded, check_name, hub_options, load_model
+from polydraft.models.finding import hub_options
+from polydraft.models.loading import Loaded, check_name, load_model
 from polydraft.ngrams import tokenizer_fingerprint
 from polydraft.ngrams.counting import GramCounter
 from polydraft.ngrams.gram_trie import GramTrie, save_trie

@@ -15,7 +15,7 @@ from polydraft.draft import Builder, DistributionSource, TreeDrafter
 from polydraft.draft.stopping_builder import Decision, StoppingBuilder
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
-from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models import Head, LanguageModel
 from polydraft.models.loading import Loaded
 from polydraft.output import check_empty
 from polydraft.papers.decision import DecisionKind, DecisionModel, DecisionShape, distribution_inputs, save_decision
@@ -72,7 +72,7 @@ class _Recorder(Decision):
 class _Tracing(TreeDrafter):
     """A drafter of chains that records its rounds."""
 
-    def __init__(self, draft: LanguageModel | FeatureHead, chain: Topology, scheme: str, traces: list[Traces]) -> None:
+    def __init__(self, draft: LanguageModel | Head, chain: Topology, scheme: str, traces: list[Traces]) -> None:
         self._recorder, self._traces = _Recorder(), traces
         super().__init__(draft, chain, scheme, decision=self._recorder)
 
@@ -131,7 +131,7 @@ class _TracingBuilder(StoppingBuilder):
 def collect(
     settings: DecisionSettings,
     target: LanguageModel,
-    draft: LanguageModel | FeatureHead,
+    draft: LanguageModel | Head,
     prompts: Sequence[list[int]],
     *,
     eos_token_ids: Sequence[int] = (),
@@ -174,7 +174,7 @@ class Quality:
 
 
 def train_decision(
-    settings: DecisionSettings, target: Loaded, draft: LanguageModel | FeatureHead, out: Path, progress: Progress
+    settings: DecisionSettings, target: Loaded, draft: LanguageModel | Head, out: Path, progress: Progress
 ) -> Quality:
     """Collect traces, train, calibrate, measure, and write a folder."""
     settings.check()

@@ -6,6 +6,7 @@ from polydraft.errors import UsageError
 from polydraft.models import FeatureHead
 from polydraft.models.bundled import BUNDLED
 from polydraft.models.families import scheme_of
+from polydraft.models.finding import head_folder, hub_options
 from polydraft.models.gguf import gguf_source
 from polydraft.models.heads.head_export import export_obstacle
 from polydraft.models.heads.kinds import HEAD_KINDS, kind_of
@@ -14,8 +15,6 @@ from polydraft.models.loading import (
     Loaded,
     check_name,
     check_same_tokens,
-    head_folder,
-    hub_options,
     load_draft,
     load_model,
     name_obstacle,

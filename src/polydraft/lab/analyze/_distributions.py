@@ -9,7 +9,7 @@ from torch import Tensor
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.lab.analyze.settings import AnalyzeSettings
-from polydraft.models import FeatureHead, LanguageModel
+from polydraft.models import Head, LanguageModel
 from polydraft.models.loading import Loaded
 from polydraft.sampling import PartialVocabulary, SamplingParams, Warper
 from polydraft.sampling.categorical import row_seed
@@ -42,7 +42,7 @@ class Distributions:
 def collect(
     settings: AnalyzeSettings,
     target: Loaded,
-    draft: LanguageModel | FeatureHead,
+    draft: LanguageModel | Head,
     prompts: Sequence[Sequence[int]],
     temperature: float,
     observer: Observer,
@@ -54,7 +54,7 @@ def collect(
     settings : AnalyzeSettings
         Those of the text and of the draft's temperature are used.
     target : Loaded
-    draft : LanguageModel or FeatureHead
+    draft : LanguageModel or Head
         A head reads the target's features along the text, as it does when it drafts the first token of a round.
     prompts : sequence of token-id lists
     temperature : float
@@ -63,7 +63,7 @@ def collect(
         For progress.
     """
     texts = _write(settings, target, prompts, temperature, observer)
-    head = draft if isinstance(draft, FeatureHead) else None
+    head = draft if isinstance(draft, Head) else None
     places = _choose(texts, prompts, settings, first=1 if head is None else 2)
     own_temperature = temperature if settings.draft_temperature is None else settings.draft_temperature
     chosen = [number for number, rows in enumerate(places) if rows]
@@ -71,7 +71,7 @@ def collect(
     for part in _batches(chosen, settings.batch_size):
         tokens, rows = [texts[number] for number in part], [places[number] for number in part]
         features_RF, outputs_RH = read(target.model, tokens, rows, head)
-        if not isinstance(draft, FeatureHead):
+        if not isinstance(draft, Head):
             outputs_RH, _ = read(draft, tokens, rows)
         assert outputs_RH is not None
         with torch.no_grad():
@@ -126,7 +126,7 @@ def _batches(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 
 @torch.no_grad()
-def read(model: LanguageModel, texts: Texts, places: Places, head: FeatureHead | None = None) -> tuple[Tensor, Tensor | None]:
+def read(model: LanguageModel, texts: Texts, places: Places, head: Head | None = None) -> tuple[Tensor, Tensor | None]:
     """Return a model's features, and those of a feature head above it, that predict some tokens of each text.
 
     Parameters
@@ -136,7 +136,7 @@ def read(model: LanguageModel, texts: Texts, places: Places, head: FeatureHead |
         Read side by side.
     places : sequence of int lists
         Tokens to be predicted, from 1 on; with a head from 2 on, as its first entry is a pair of tokens.
-    head : FeatureHead, optional
+    head : Head, optional
         Reads the model's own features along the text, as it does at the root of a tree.
 
     Returns
@@ -206,7 +206,7 @@ def target_distributions(
     return _checked(torch.cat(parts), "target", target.name)
 
 
-def draft_distributions(draft: LanguageModel | FeatureHead, features_RF: Tensor, temperature: float, vocab_size: int) -> Tensor:
+def draft_distributions(draft: LanguageModel | Head, features_RF: Tensor, temperature: float, vocab_size: int) -> Tensor:
     """Return the draft's distributions in the columns of `target_distributions`."""
     parts = []
     for part_RF in _chunks(features_RF, vocab_size):

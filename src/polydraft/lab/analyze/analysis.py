@@ -20,7 +20,7 @@ from polydraft.errors import UsageError, first_line
 from polydraft.lab.analyze._distributions import Distributions, Observer, collect
 from polydraft.lab.analyze.comparison import Comparison, Row, takes, work
 from polydraft.lab.analyze.settings import AnalyzeSettings
-from polydraft.models import FeatureHead, LanguageModel, check_prompts
+from polydraft.models import Head, LanguageModel, check_prompts
 from polydraft.models.fingerprint import digest_of, model_fingerprint
 from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
@@ -57,7 +57,7 @@ class Pair:
         return load_model(self.target_name, self.device, self.dtype)
 
     @cached_property
-    def draft(self) -> LanguageModel | FeatureHead:
+    def draft(self) -> LanguageModel | Head:
         """The draft, loaded."""
         draft = load_draft(self.draft_name, self.target)
         assert draft is not None, "'none' was refused"

@@ -35,7 +35,7 @@ class Bench:
 
     target: Loaded
     draft: Any
-    """The draft `LanguageModel` or `FeatureHead`, or None."""
+    """The draft `LanguageModel` or `Head`, or None."""
     params: SamplingParams
     max_new_tokens: int
     longest_prompt: int

@@ -115,7 +115,7 @@ def _config(config: Any) -> _Config:
         nested = config.get("eagle_config") or {}
         found = _Config(layer=config, form={**config, **nested})
     elif kind != "eagle3":
-        raise ValueError(f"speculators_model_type is {shown(kind)}; heads of the type eagle3 can be loaded")
+        raise ValueError(f"speculators_model_type is {shown(kind)}, which is not known")
     else:
         found = _Config(layer=config["transformer_layer_config"], form=config)
     if not isinstance(found.layer, dict):

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polydraft.devices import is_host
+from polydraft.models.heads.head import Head
 from polydraft.models.products import Product, by_rows, fast_product
 from polydraft.sampling import PartialVocabulary
 
@@ -68,11 +69,8 @@ class HeadShape:
     """Whether each head's queries and keys are normed (Qwen3)."""
 
 
-class FeatureHead(nn.Module):
-    """Predict the target's next hidden state, and by its output head the token after the next.
-
-    Entry i of a text is the pair of the target's features f at position i and of the token at i + 1. Where the features
-    are not known yet, inside a tree, the head's own output of the parent takes their place.
+class FeatureHead(Head):
+    """A head of one transformer layer of our own.
 
     Parameters
     ----------
@@ -94,6 +92,7 @@ class FeatureHead(nn.Module):
         size, queries = shape.hidden_size, shape.num_heads * shape.head_size
         keys = shape.num_key_heads * shape.head_size
         self.shape, self.vocabulary, self.name = shape, vocabulary, name
+        self.hidden_size, self.taps = size, shape.taps
         epsilon, read = shape.norm_epsilon, len(shape.taps) + shape.reads_last
         self.fuse = nn.Linear(size * read, size, bias=False) if shape.taps else None
         normed = {TapNorm.NONE: [], TapNorm.EACH: [size] * read, TapNorm.ALL: [size * read]}[shape.tap_norm]

@@ -16,6 +16,7 @@ from polydraft.trees import Block
 
 if TYPE_CHECKING:
     from polydraft.models.heads.feature_head import FeatureHead
+    from polydraft.models.heads.head import Head
 
 
 class FastHead(ABC):
@@ -79,11 +80,43 @@ def following(fused_BWH: Tensor, parents: Tensor | None) -> Tensor:
     return fused_BWH.gather(1, parents[..., None].expand(-1, -1, fused_BWH.shape[-1]))
 
 
-class HeadContext(Context):
+class Entries(Context):
+    """The memory of one batch in a head."""
+
+    _head: "Head"
+
+    def fused(self, features_RF: Tensor) -> Tensor:
+        """Bring the target's features, taps included, into the space of the head's own outputs."""
+        return self._head.fused(features_RF)
+
+    @abstractmethod
+    def read(self, tokens_BT: Tensor, fused_BWH: Tensor, block: Block, parents: Tensor | None = None) -> Tensor:
+        """Pass uncommitted entries through the head and return its outputs `[B, T, H]`.
+
+        `parents` say which of the features each token follows, `[T]` or row by row; token t follows feature t without them.
+        """
+
+    @abstractmethod
+    def store(self, tokens_BT: Tensor, fused_BTH: Tensor) -> None:
+        """Take in the next entries of texts whose outputs nobody wants."""
+
+    def take_roots(self, outputs_BWH: Tensor, fresh_B: Tensor) -> Tensor:
+        """Commit all entries of each row but the last, of which there are `fresh_B`; return that one's output, `[B, 1, H]`."""
+        return take_roots(outputs_BWH, fresh_B, self.lengths_B)
+
+    def keep_entries(
+        self, tokens_BW: Tensor, path_BW: Tensor, keep_B: Tensor, features_BNF: Tensor, kept: tuple[Tensor, Tensor, Tensor]
+    ) -> None:
+        """Commit the root's entry, and write those that follow it over those `kept`: tokens, features and how many count."""
+        keep_entries(tokens_BW, path_BW, keep_B, features_BNF, self.lengths_B, kept)
+
+
+class HeadContext(Entries):
     """Keys and values of the entries of one batch."""
 
     elastic = True
     cache: SlotCache
+    _head: "FeatureHead"
 
     def __init__(self, head: "FeatureHead", batch_size: int, capacity: int) -> None:
         super().__init__(head, SlotCache(1, capacity), batch_size, capacity, head.device, max_positions=None)
@@ -120,17 +153,7 @@ class HeadContext(Context):
     def fused(self, features_RF: Tensor) -> Tensor:
         """Bring the target's features, taps included, into the space of the head's own outputs."""
         fused_RH = None if self.fast is None else self.fast.fused(features_RF)
-        return self._head.fused(features_RF) if fused_RH is None else fused_RH
-
-    def take_roots(self, outputs_BWH: Tensor, fresh_B: Tensor) -> Tensor:
-        """Commit all entries of each row but the last, of which there are `fresh_B`; return that one's output, `[B, 1, H]`."""
-        return take_roots(outputs_BWH, fresh_B, self.lengths_B)
-
-    def keep_entries(
-        self, tokens_BW: Tensor, path_BW: Tensor, keep_B: Tensor, features_BNF: Tensor, kept: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        """Commit the root's entry, and write those that follow it over those `kept`: tokens, features and how many count."""
-        keep_entries(tokens_BW, path_BW, keep_B, features_BNF, self.lengths_B, kept)
+        return super().fused(features_RF) if fused_RH is None else fused_RH
 
     def store(self, tokens_BT: Tensor, fused_BTH: Tensor) -> None:
         """Take in the next entries of texts whose outputs nobody wants: with one layer, keys and values are all they leave."""

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from polydraft.models.heads.eagle3 import check_eagle3, is_eagle3, load_eagle3
-from polydraft.models.heads.feature_head import FeatureHead
+from polydraft.models.heads.head import Head
 from polydraft.models.heads.head_folder import Target, check_head, is_head, load_head
+from polydraft.models.heads.mtp_folder import NAME, check_mtp, is_mtp, load_mtp
 from polydraft.models.hf import HFModel
 from polydraft.registry import Registry
 
@@ -24,7 +25,7 @@ class HeadKind:
     check: Callable[[Path, Target, str], None]
     """`(folder, target, name)`: refuse one that is not whole or is for another target. No weights are read, and the target may
     be no more than its config."""
-    load: Callable[[Path, HFModel, Any, str], FeatureHead]
+    load: Callable[[Path, HFModel, Any, str], Head]
     """`(folder, target, tokenizer, name)`: load it, and let the target show what it reads. The tokenizer may be None."""
     trains: bool = False
     """Whether `polydraft train head` can go on from it."""
@@ -36,6 +37,7 @@ HEAD_KINDS: Registry[HeadKind] = Registry("kind of head")
 HEAD_KINDS.register("polydraft")(
     HeadKind(words="a head of polydraft train head", recognise=is_head, check=check_head, load=load_head, trains=True)
 )
+HEAD_KINDS.register(NAME)(HeadKind(words="MTP layers", recognise=is_mtp, check=check_mtp, load=load_mtp))
 # Last, because it refuses kinds in speculators' format that none of the others knows.
 HEAD_KINDS.register("eagle3")(
     HeadKind(words="an EAGLE-3 head", recognise=is_eagle3, check=check_eagle3, load=load_eagle3, trains=True)

@@ -1,16 +1,21 @@
-"""Which draft is known for a target: one that lies beside it, or one that was trained for it on this machine."""
+"""Which draft is known for a target: one beside it, one that was trained for it here, or what its checkpoint ships."""
 
 import json
 import os
+from dataclasses import dataclass
 from pathlib import Path
 
+from polydraft.errors import PolydraftError
+from polydraft.models.finding import checkpoint_folder, target_sizes
 from polydraft.models.fingerprint import digest_of
 from polydraft.models.heads.kinds import kind_of
+from polydraft.models.heads.mtp_folder import NAME as MTP
+from polydraft.models.heads.mtp_folder import check_mtp, mtp_layers
 from polydraft.output import cache_root, written_whole
 
 
 def known_draft(target: str) -> str | None:
-    """Return the folder of a head for a target; None where none is known.
+    """Return the folder of a head for a target, or mtp for layers among its own weights; None where none is known.
 
     It may be a folder inside the target's own (``head`` is looked at first), or ``NAME-head`` beside the target's folder or
     GGUF file.
@@ -20,7 +25,45 @@ def known_draft(target: str) -> str | None:
     near = [own / "head", own.with_name(f"{own.name}-head")] if path.exists() and own.name else []
     inside = sorted(folder.parent for folder in path.glob("*/config.json")) if path.is_dir() else []
     found = next((folder for folder in (*near, *inside, *_remembered(target)) if kind_of(folder) is not None), None)
-    return None if found is None else str(found)
+    if found is not None:
+        return str(found)
+    shipped = shipped_layers(target)
+    return MTP if shipped.number and shipped.obstacle is None else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shipped:
+    """The MTP layers that a target's checkpoint ships."""
+
+    number: int = 0
+    promised: int = 0
+    """How many its config speaks of."""
+    obstacle: str | None = None
+    """Why they cannot draft."""
+
+    def __str__(self) -> str:
+        if not self.number:
+            return (
+                f"config.json promises {self.promised} MTP layers, but the weights hold none"
+                if self.promised
+                else "no MTP layers"
+            )
+        return f"MTP layers: {self.number}" if self.obstacle is None else f"MTP layers, which cannot draft: {self.obstacle}"
+
+
+def shipped_layers(target: str) -> Shipped:
+    """Look for MTP layers in a target's checkpoint; no weights are read."""
+    folder = checkpoint_folder(target)
+    number, promised = (0, 0) if folder is None else mtp_layers(folder)
+    sizes = target_sizes(target) if number else None
+    if folder is None or sizes is None:
+        return Shipped(promised=promised)
+    try:
+        if os.path.isdir(target):  # from a hub, they come with the target
+            check_mtp(folder, sizes, target)
+    except PolydraftError as error:
+        return Shipped(number=number, promised=promised, obstacle=str(error))
+    return Shipped(number=number, promised=promised)
 
 
 def remember_draft(target: str, folder: Path) -> None:

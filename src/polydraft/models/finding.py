@@ -1,0 +1,116 @@
+"""Where the files of targets and heads are, by name, and whether they fit each other before anything is loaded."""
+
+import os
+import socket
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from polydraft.errors import UsageError
+from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_source
+from polydraft.models.gguf import gguf_source
+from polydraft.models.gguf.architecture import Architecture
+from polydraft.models.gguf.header import read_header
+from polydraft.models.heads.head_folder import TargetSizes
+from polydraft.models.heads.kinds import HEAD_KINDS, HeadKind, kind_of
+from polydraft.models.heads.mtp_folder import NAME as MTP
+from polydraft.models.heads.mtp_folder import mtp_layers
+from polydraft.models.inflated import is_inflated
+
+
+def hub_options(name: str) -> dict[str, Any]:
+    """Return how `from_pretrained` shall look for a model: where the hub's address is unknown, among what is on disk only.
+
+    The hub's client would try again and again, for half a minute, before it says that a name cannot be had.
+    """
+    from huggingface_hub import constants, is_offline_mode
+
+    if os.path.isdir(name) or is_offline_mode() or urllib.request.getproxies():  # a proxy knows its own addresses
+        return {}
+    address = urlsplit(constants.ENDPOINT)
+    try:
+        # By number: not every machine has a list of services to look "https" up in.
+        socket.getaddrinfo(address.hostname, address.port or (80 if address.scheme == "http" else 443))
+    except OSError:
+        return {"local_files_only": True}
+    return {}
+
+
+def target_sizes(target: str) -> TargetSizes | None:
+    """Return what the config of a target says, by name; None where it cannot be read."""
+    from transformers import AutoConfig
+
+    source = bundled_source() if target == BUNDLED else gguf_source(target)
+    try:
+        if source is not None:
+            return TargetSizes(name=target, config=Architecture(source, read_header(source)).model.config)
+        config = AutoConfig.from_pretrained(target, **hub_options(target))
+        return TargetSizes(name=target, config=config.get_text_config(decoder=True))
+    except Exception:  # transformers raises anything for what is no model
+        return None
+
+
+def checkpoint_folder(target: str) -> Path | None:
+    """Return the folder with a target's config and the index of its weights; None where it has none, or is not here."""
+    from huggingface_hub import hf_hub_download
+
+    if os.path.isdir(target):
+        return Path(target)
+    if target == BUNDLED or is_inflated(target) or not target.strip() or gguf_source(target) is not None:
+        return None
+    options = hub_options(target)
+    try:
+        folder = Path(hf_hub_download(target, "config.json", **options)).parent
+        if not (folder / "model.safetensors").exists():
+            hf_hub_download(target, "model.safetensors.index.json", **options)
+        return folder
+    except (OSError, ValueError):
+        return None
+
+
+def head_place(name: str, target: str) -> tuple[Path, HeadKind | None]:
+    """Return the folder that a draft's name stands for, and the kind of head there: MTP layers, in the target's own."""
+    folder = head_folder(name)
+    own = os.path.isdir(name) and os.path.isdir(target) and os.path.samefile(name, target) and mtp_layers(folder)[0] > 0
+    if name != MTP and not own:
+        return folder, kind_of(folder)
+    shipped = checkpoint_folder(target)
+    if shipped is None:
+        raise UsageError(f"draft {name!r}: target {target!r} is no checkpoint with safetensors; use another draft")
+    return shipped, HEAD_KINDS.get(MTP)
+
+
+def head_folder(name: str) -> Path:
+    """Return the folder that a draft's name stands for, if it is a head."""
+    return SHIPPED_DRAFTS.get(name) or (head_on_hub(name) if name != MTP else None) or Path(name)
+
+
+def head_on_hub(name: str) -> Path | None:
+    """Return the folder of a head that a hub has under this name; None where it has none, or another kind of model."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+
+    if os.path.isdir(name) or not name.strip() or name.startswith((".", "/", "~")) or name.endswith(".gguf"):
+        return None
+    try:
+        options = hub_options(name)
+        config = Path(hf_hub_download(name, "config.json", **options))
+        if kind_of(config.parent) is None:
+            return None
+        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], **options))
+    except (OSError, ValueError):  # whoever loads it as a model says what is wrong
+        return None
+
+
+def check_draft_name(name: str, target: str) -> None:
+    """Refuse a head whose files are not whole, or that is for other targets, before the target is loaded.
+
+    Nothing is said of a target whose config cannot be read: whoever loads it says what is wrong.
+    """
+    if name in SHIPPED_DRAFTS or is_inflated(target):
+        return
+    folder, kind = head_place(name, target)
+    sizes = None if kind is None else target_sizes(target)
+    here = kind is not HEAD_KINDS.get(MTP) or os.path.isdir(target) or name != MTP  # a hub sends it with the target
+    if kind is not None and sizes is not None and here:
+        kind.check(folder, sizes, name)

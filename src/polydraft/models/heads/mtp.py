@@ -1,0 +1,139 @@
+"""Multi-token prediction layers that a checkpoint ships, as a head: one layer of the target's own class.
+
+Such a layer reads the target's last hidden states and the embedding of the token that follows, each normed, side by side. What
+comes after is a model of the target's kind with a single layer. So it runs as one: the pair stands in for its embedding, and
+masks, positions and keys are those of `HFModel`, whatever attention the family has.
+
+Chains and trees are unrolled by the same layer: its output, after its final norm, stands in for the target's hidden states.
+
+See docs/decisions/058-mtp-layers-run-as-models-of-one-layer.md.
+"""
+
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from polydraft.models.heads.head import Head
+from polydraft.models.heads.head_context import Entries, following
+from polydraft.models.hf import HFModel
+from polydraft.models.hf_context import HFContext
+from polydraft.trees import Block, causal_block
+
+
+class TokenPair(nn.Module):
+    """Where a model has its embedding: tokens and the features before them, projected to one vector.
+
+    Parameters
+    ----------
+    embedding : nn.Module
+        The target's, or the layer's own.
+    token_norm, feature_norm : nn.Module
+    join : nn.Linear
+    features_first : bool
+        Whether features, not tokens, have the first columns of the projection.
+    """
+
+    def __init__(
+        self, embedding: nn.Module, token_norm: nn.Module, feature_norm: nn.Module, join: nn.Linear, features_first: bool
+    ) -> None:
+        super().__init__()
+        self.embedding, self.token_norm, self.feature_norm, self.join = embedding, token_norm, feature_norm, join
+        self.features_first = features_first
+        self.features_BTH: Tensor | None = None
+        """Of the pass at hand; none while the model is tried out."""
+
+    @property
+    def weight(self) -> Any:
+        """The table, for whoever asks a model for its size."""
+        return self.embedding.weight
+
+    def forward(self, tokens_BT: Tensor) -> Tensor:
+        """Return the vectors that the layer reads."""
+        embedded_BTH = self.embedding(tokens_BT).to(self.join.weight.dtype)
+        features_BTH = torch.zeros_like(embedded_BTH) if self.features_BTH is None else self.features_BTH
+        pair = self.token_norm(embedded_BTH), self.feature_norm(features_BTH)
+        joined_BTH: Tensor = self.join(torch.cat(pair[::-1] if self.features_first else pair, dim=-1))
+        return joined_BTH
+
+
+class MtpHead(Head):
+    """An MTP layer as a head.
+
+    Parameters
+    ----------
+    model : HFModel
+        Of one layer, with a `TokenPair` in place of its embedding.
+    """
+
+    model: HFModel
+    pair: TokenPair
+    vocabulary = None
+    taps = ()
+
+    def __init__(self, model: HFModel, pair: TokenPair, name: str) -> None:
+        super().__init__()
+        self.name, self.hidden_size, self.pair = name, model.hidden_size, pair
+        self.body, self.model = model.hf_model, model
+
+    @property
+    def device(self) -> torch.device:
+        """Where the head computes."""
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Number format of its weights."""
+        return self.pair.join.weight.dtype
+
+    @property
+    def num_columns(self) -> int:
+        """Tokens it can draft."""
+        return self.model.vocab_size
+
+    def fused(self, features_RF: Tensor) -> Tensor:
+        """Return the last hidden states."""
+        return features_RF[..., : self.hidden_size].to(self.dtype)
+
+    def head(self, outputs_RH: Tensor) -> Tensor:
+        """Apply the output head, the target's or the layer's own."""
+        return self.model.head(outputs_RH)
+
+    def start(self, batch_size: int, capacity: int) -> "MtpContext":
+        """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""
+        return MtpContext(self, batch_size, capacity)
+
+
+class MtpContext(Entries, HFContext):
+    """Keys and values of the entries of one batch in an MTP layer."""
+
+    _head: MtpHead
+
+    def __init__(self, head: MtpHead, batch_size: int, capacity: int) -> None:
+        super().__init__(head.model, batch_size, capacity)
+        self._head = head
+
+    def read(self, tokens_BT: Tensor, fused_BWH: Tensor, block: Block, parents: Tensor | None = None) -> Tensor:
+        """Pass uncommitted entries through the layer and return its outputs `[B, T, H]`."""
+        pair = self._head.pair
+        pair.features_BTH = following(fused_BWH, parents).to(self._head.dtype)
+        try:
+            return self.extend(tokens_BT, block)
+        finally:
+            pair.features_BTH = None
+
+    def store(self, tokens_BT: Tensor, fused_BTH: Tensor) -> None:
+        """Take in the next entries of texts whose outputs nobody wants."""
+        self.read(tokens_BT, fused_BTH, causal_block(*tokens_BT.shape, self.device))
+
+    @property
+    def divisible(self) -> bool:
+        """Always: where there is no storage yet, an entry that is not kept shows what it looks like."""
+        return True
+
+    def part(self, rows: slice) -> Self:
+        """Return a context of some adjacent rows, which shares their storage; what the host knows of them is a copy."""
+        if not super().divisible and rows != slice(0, self.batch_size):
+            tokens_B1 = torch.zeros(self.batch_size, 1, dtype=torch.long, device=self.device)
+            self.read(tokens_B1, torch.zeros_like(self._head.pair(tokens_B1)), causal_block(*tokens_B1.shape, self.device))
+        return super().part(rows)
