@@ -29,6 +29,7 @@ from .setups import (
     make_decoder,
     tree_for,
 )
+from .shipped import make_shipped_decoder, shipped_pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,24 @@ class CopyConfiguration(Configuration):
         return network_distributions(poor_copy(), self.prompt, new_NL, SamplingParams())
 
 
+@dataclass(frozen=True, kw_only=True)
+class ShippedConfiguration(Configuration):
+    """One whose draft is an MTP layer of the target's checkpoint."""
+
+    samples: int = 1_000
+    drafter: str = "head"
+
+    def decoder(self) -> Decoder:
+        """Build it."""
+        return make_shipped_decoder(scheme=self.scheme, walk=self.walk, tree=self.tree, drafter=self.drafter)
+
+    def _target_distributions(self, new_NL: NDArray[Any]) -> NDArray[Any]:
+        return network_distributions(shipped_pair()[0], self.prompt, new_NL, self.sampling)
+
+    def _draft_distributions(self, new_NL: NDArray[Any]) -> NDArray[Any]:
+        return network_distributions(poor_copy(), self.prompt, new_NL, SamplingParams())
+
+
 SCHEMES_AND_WALKS = [(scheme, walk) for scheme in SCHEMES for walk in WALKS if WALKS.get(walk).fits(SCHEMES.get(scheme))]
 
 TREE_DRAFTERS = [name for name in DRAFTERS if name not in GRAM_DRAFTERS]
@@ -154,6 +173,12 @@ CONFIGURATIONS = [
     CopyConfiguration(label="copy, block walk", scheme="auto", walk="block", sampling=PENALTIES),
     CopyConfiguration(label="copy beside n-grams", drafter="suffix+model", prompt=GRAM_PROMPT),
     CopyConfiguration(label="copy, dynamic", drafter="dynamic", scheme="auto"),
+    ShippedConfiguration(label="shipped layer", scheme="auto", walk="block"),
+    ShippedConfiguration(
+        label="shipped layer, truncated", tree="fork:2x4", sampling=SamplingParams(top_p=0.85, temperature=0.8)
+    ),
+    ShippedConfiguration(label="shipped layer, dynamic", drafter="dynamic-head", scheme="auto"),
+    ShippedConfiguration(label="shipped layer beside n-grams", drafter="suffix+head", prompt=GRAM_PROMPT),
 ]
 
 FIXTURE_CONFIGURATIONS = [

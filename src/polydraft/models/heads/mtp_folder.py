@@ -182,7 +182,7 @@ def _first_layer(folder: Path, target: Target, name: str) -> tuple[MtpFiles, dic
             pickled := sorted(file.name for ending in ("bin", "pt") for file in folder.glob(f"*.{ending}"))
         ):
             raise UsageError(
-                f"the weights of {name!r} are pickled ({pickled[0]}), and MTP layers are read from safetensors; get another copy"
+                f"the weights of {name!r} are pickled ({pickled[0]}), and MTP layers are read from safetensors; get others"
             )
     if not layers:
         says = f"config.json promises {promised} MTP layers, but" if promised else "config.json promises none, and"
