@@ -19,7 +19,7 @@ from .setups import VOCABULARY
 def shipped_pair() -> tuple[HFModel, MtpHead]:
     """Return a target of experts and the layer among its weights."""
     parts = build(MTP_CASES["glm4_moe"], vocab_size=VOCABULARY)
-    target = HFModel(parts.model)
+    target = HFModel(parts.model, trusted=True, native=False)
     with tempfile.TemporaryDirectory(prefix="polydraft-tests-") as folder:
         return target, load_mtp(write(parts, Path(folder)), target, None, "layer")
 

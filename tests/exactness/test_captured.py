@@ -1,10 +1,12 @@
 """What a captured round relies on, shown without a GPU: tensors that stay where they are, passes of a fixed span."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
 import polydraft.models.language_model as language_model
-from covering import all_slow, covering
+from covering import all_slow, covering, some_slow
 from polydraft.draft import DRAFTERS, Combination, Drafter, Parts, Plain
 from polydraft.draft.gram_options import GramTreeOptions
 from polydraft.draft.grams import gram_tree
@@ -18,6 +20,7 @@ from polydraft.trees import parse_tree
 from stand_in import round_graphs
 
 from .setups import DRAFT, HEAD, RAGGED_PROMPTS, TARGET
+from .shipped import make_shipped_decoder
 
 UNIONS = ["lookup+model", "lookup+head", "self-draft+head"]
 ALIKE = [*UNIONS, "suffix"]
@@ -53,8 +56,19 @@ def captured_drafters() -> list[str]:
     ],
 )
 def test_rounds_of_a_fixed_span_give_the_same_texts(monkeypatch: pytest.MonkeyPatch, name: str, temperature: float) -> None:
+    check_captured(monkeypatch, lambda: Decoder(TARGET, drafter(name)), temperature)
+
+
+@pytest.mark.parametrize("temperature", some_slow([0.0, 1.0], [0.0]))
+def test_a_shipped_layer_too(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    check_captured(
+        monkeypatch, lambda: make_shipped_decoder(scheme="auto", walk="auto", tree="3x2x1", drafter="head"), temperature
+    )
+
+
+def check_captured(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Decoder], temperature: float, size: int = 30) -> None:
     sampling = SamplingParams(temperature=temperature, repetition_penalty=1.2)
-    expected = Decoder(TARGET, drafter(name)).generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=30, seed=3)
+    expected = make().generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=size, seed=3)
     workspaces: list[Workspace] = []
     original = Workspace.__init__
 
@@ -64,9 +78,9 @@ def test_rounds_of_a_fixed_span_give_the_same_texts(monkeypatch: pytest.MonkeyPa
         workspaces.append(workspace)
 
     monkeypatch.setattr(Workspace, "__init__", with_stand_in)
-    decoder = Decoder(TARGET, drafter(name))
+    decoder = make()
     for _ in range(2):
-        results = decoder.generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=30, seed=3)
+        results = decoder.generate(RAGGED_PROMPTS, sampling=sampling, max_new_tokens=size, seed=3)
         assert [result.token_ids for result in results] == [result.token_ids for result in expected]
         assert results[0].stats.replayed_rounds == results[0].stats.rounds
     assert len(workspaces) == 1, "the second request must find the first one's captures"
