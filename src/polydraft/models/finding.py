@@ -53,13 +53,14 @@ def target_sizes(target: str) -> TargetSizes | None:
 
 def checkpoint_folder(target: str) -> Path | None:
     """Return the folder with a target's config and the index of its weights; None where it has none, or is not here."""
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     if os.path.isdir(target):
         return Path(target)
-    if target == BUNDLED or is_inflated(target) or not target.strip() or gguf_source(target) is not None:
+    if target.count("/") != 1 or is_inflated(target) or gguf_source(target) is not None:  # not what a hub has
         return None
-    options = hub_options(target)
+    cached = try_to_load_from_cache(target, "config.json")
+    options = {"local_files_only": True} if isinstance(cached, str) else hub_options(target)
     try:
         folder = Path(hf_hub_download(target, "config.json", **options)).parent
         if not (folder / "model.safetensors").exists():
