@@ -120,7 +120,7 @@ def words(folder: Path) -> PreTrainedTokenizerFast:
 def test_it_is_found_by_itself(case: str, tmp_path: Path, invoke: Callable[..., tuple[int, str, str]]) -> None:
     folder = write(build(MTP_CASES[case]), tmp_path)
     words(folder)
-    assert known_draft(str(folder)) == "mtp" and str(shipped_layers(str(folder))) == "MTP layers: 1"
+    assert known_draft(str(folder)) == "mtp" and shipped_layers(str(folder)) == (True, "MTP layers: 1")
     for draft in ("auto", "mtp", str(folder)):
         decoder = polydraft.load(str(folder), draft)
         assert isinstance(decoder.drafter.model, MtpHead) if isinstance(decoder.drafter, TreeDrafter) else False
@@ -149,6 +149,7 @@ def test_tables_of_its_own(tmp_path: Path) -> None:
     target, head = loaded(parts, tmp_path)
     assert head.pair.embedding is target.hf_model.get_input_embeddings()
     assert head.body.get_output_embeddings() is target.hf_model.get_output_embeddings()
+    assert all(weight.requires_grad for weight in target.hf_model.parameters()), "the target is its owner's"
     weights = load_file(tmp_path / "model.safetensors")
     weights["model.layers.3.embed_tokens.weight"] = weights["model.embed_tokens.weight"].flip(0)
     weights["model.layers.3.shared_head.head.weight"] = weights["lm_head.weight"].flip(0)
@@ -183,6 +184,11 @@ def pickled(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"anything")
 
 
+def quantised(folder: Path) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "fp8"}}))
+
+
 def indexed(folder: Path) -> None:
     names = {name: "lost.safetensors" for name in load_file(folder / "model.safetensors")}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
@@ -206,6 +212,7 @@ BAD: dict[str, tuple[Change, type[PolydraftError], str]] = {
     "promised, not there": (without_layers, UsageError, "config.json promises 1 MTP layers, but the weights hold none"),
     "pickled": (pickled, UsageError, "are pickled (pytorch_model.bin)"),
     "torn": (lambda folder: (folder / "model.safetensors").write_bytes(b"x" * 99), FailureError, "cannot read the MTP layers"),
+    "quantised": (quantised, UsageError, "quantised by fp8"),
     "a shard lost": (indexed, FailureError, "cannot read the MTP layers"),
 }
 
@@ -229,7 +236,7 @@ def test_a_target_without_any(tmp_path: Path) -> None:
     model = build(MTP_CASES["mimo"]).model
     model.save_pretrained(tmp_path)
     sizes = TargetSizes(name="target", config=model.config)
-    assert sizes.hidden_size == HIDDEN and str(shipped_layers(str(tmp_path))) == "no MTP layers"
+    assert sizes.hidden_size == HIDDEN and shipped_layers(str(tmp_path)) == (False, "no MTP layers")
     for target in (str(tmp_path), "smollm2"):
         with pytest.raises(UsageError, match=r"has no MTP layers|is no checkpoint with safetensors"):
             polydraft.load(target, "mtp")

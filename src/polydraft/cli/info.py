@@ -125,7 +125,7 @@ def _drafts(options: LoadOptions, model: "Outline", choice: "Choice | None", fit
     pick = tuned(options, known, model.device, model.dtype, batch=1, temperature=None)
     found = {
         "draft": None if known == NONE else known,
-        "shipped": str(shipped_layers(options.target)),
+        "shipped": shipped_layers(options.target)[1],
         "tuned": None if pick is None else dataclasses.asdict(pick),
     }
     tree, drafter = (AUTO, AUTO) if pick is None else (pick.tree, pick.drafter)

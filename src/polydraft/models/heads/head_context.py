@@ -135,10 +135,7 @@ class HeadContext(Entries):
         self.checked = False
 
     def read(self, tokens_BT: Tensor, fused_BWH: Tensor, block: Block, parents: Tensor | None = None) -> Tensor:
-        """Pass uncommitted entries through the head and return its outputs `[B, T, H]`.
-
-        `parents` say which of the features each token follows, `[T]` or row by row; token t follows feature t without them.
-        """
+        """Pass uncommitted entries through the head and return its outputs `[B, T, H]`."""
         if self.fast is not None:
             outputs_BTH = self.fast.read(self, tokens_BT, fused_BWH, block, parents)
             if outputs_BTH is not None:

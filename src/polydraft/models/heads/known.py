@@ -2,7 +2,6 @@
 
 import json
 import os
-from dataclasses import dataclass
 from pathlib import Path
 
 from polydraft.errors import PolydraftError
@@ -27,43 +26,22 @@ def known_draft(target: str) -> str | None:
     found = next((folder for folder in (*near, *inside, *_remembered(target)) if kind_of(folder) is not None), None)
     if found is not None:
         return str(found)
-    shipped = shipped_layers(target)
-    return MTP if shipped.number and shipped.obstacle is None else None
+    return MTP if shipped_layers(target)[0] else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shipped:
-    """The MTP layers that a target's checkpoint ships."""
-
-    number: int = 0
-    promised: int = 0
-    """How many its config speaks of."""
-    obstacle: str | None = None
-    """Why they cannot draft."""
-
-    def __str__(self) -> str:
-        if not self.number:
-            return (
-                f"config.json promises {self.promised} MTP layers, but the weights hold none"
-                if self.promised
-                else "no MTP layers"
-            )
-        return f"MTP layers: {self.number}" if self.obstacle is None else f"MTP layers, which cannot draft: {self.obstacle}"
-
-
-def shipped_layers(target: str) -> Shipped:
-    """Look for MTP layers in a target's checkpoint; no weights are read."""
+def shipped_layers(target: str) -> tuple[bool, str]:
+    """Return whether the MTP layers in a target's checkpoint can draft, and what is known of them; no weights are read."""
     folder = checkpoint_folder(target)
     number, promised = (0, 0) if folder is None else mtp_layers(folder)
     sizes = target_sizes(target) if number else None
     if folder is None or sizes is None:
-        return Shipped(promised=promised)
+        return False, f"config.json promises {promised} MTP layers, but the weights hold none" if promised else "no MTP layers"
     try:
         if os.path.isdir(target):  # from a hub, they come with the target
             check_mtp(folder, sizes, target)
     except PolydraftError as error:
-        return Shipped(number=number, promised=promised, obstacle=str(error))
-    return Shipped(number=number, promised=promised)
+        return False, f"MTP layers that cannot draft: {error}"
+    return True, f"MTP layers: {number}"
 
 
 def remember_draft(target: str, folder: Path) -> None:

@@ -133,22 +133,22 @@ def load_mtp(folder: Path, target: HFModel, tokenizer: Any, name: str) -> MtpHea
     files, layer = _first_layer(folder, target, name)
     with _refusing(name):
         tensors = dict(_tensors(files, layer))
-    model = _one_layer(tensors, target, name)
+    model = _one_layer(tensors, target, name).requires_grad_(False).eval().to(target.device)
     target.tap(())
-    embedding, output = target.hf_model.get_input_embeddings(), target.hf_model.get_output_embeddings()
-    table_VH = tensors.get("embedding")
-    if table_VH is not None and not _same(table_VH, embedding):
-        embedding = nn.Embedding(len(table_VH), table_VH.shape[1], _weight=table_VH)
-    table_VH = tensors.get("output")
-    if table_VH is not None and not _same(table_VH, output):
-        output = _linear(table_VH)
+    tensors = {part: tensors[part].to(target.device, target.dtype) for part in _PARTS if part in tensors}
     norms = [copy.deepcopy(model.base_model.norm) for _ in range(2)]
     for norm, part in zip(norms, ("token_norm", "feature_norm"), strict=True):
         norm.weight.data = tensors[part]
+    # The target's own tables come last: nothing about them may change.
+    embedding, output = target.hf_model.get_input_embeddings(), target.hf_model.get_output_embeddings()
+    if "embedding" in tensors and not _same(tensors["embedding"], embedding):
+        table_VH = tensors["embedding"]
+        embedding = nn.Embedding(len(table_VH), table_VH.shape[1], _weight=table_VH).requires_grad_(False)
+    if "output" in tensors and not _same(tensors["output"], output):
+        output = _linear(tensors["output"])
     pair = TokenPair(embedding, norms[0], norms[1], _linear(tensors["join"]), files.features_first)
     model.base_model.set_input_embeddings(pair)
     model.set_output_embeddings(output)
-    model.requires_grad_(False).eval().to(target.device, target.dtype)
     return MtpHead(HFModel(model, name, lean=False, native=target.native, invariant=False, trusted=True), pair, name)
 
 
@@ -246,7 +246,7 @@ def _one_layer(tensors: Mapping[str, Tensor], target: Target, name: str) -> Any:
             None,
             config=config,
             state_dict=state,
-            dtype=target.config.dtype,
+            dtype=target.dtype if isinstance(target, HFModel) else None,
             device_map=place,
             ignore_mismatched_sizes=True,
             output_loading_info=True,
