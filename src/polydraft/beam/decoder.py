@@ -17,6 +17,7 @@ from polydraft.engine import Decoder
 from polydraft.engine.request import Request, rows_of
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import Head, LanguageModel, check_prompts
+from polydraft.models.translation import refuse_translated
 from polydraft.sampling import SamplingParams
 
 _GREEDY, _PLAIN = SamplingParams(temperature=0.0), SamplingParams()
@@ -41,6 +42,7 @@ class BeamDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         draft = decoder.drafter.model
+        refuse_translated(draft, "beam search")
         self.draft: LanguageModel | Head | None = draft if isinstance(draft, LanguageModel | Head) else None
         self._spare: deque[BeamWorkspace] = deque(maxlen=_MOST_SPARE)
         """Workspaces whose captured passes are worth keeping."""

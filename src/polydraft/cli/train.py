@@ -139,6 +139,7 @@ def decision(target: str, draft: str, out: Path, device: str, dtype: str, thread
 
     from polydraft.defaults import default_draft
     from polydraft.models.loading import load_draft, load_model
+    from polydraft.models.translation import refuse_translated
     from polydraft.train.decision_training import train_decision
 
     name = default_draft(target) if draft == "auto" else draft
@@ -148,6 +149,7 @@ def decision(target: str, draft: str, out: Path, device: str, dtype: str, thread
     loaded = load_model(target, *place)
     model = load_draft(name, loaded)
     assert model is not None
+    refuse_translated(model, "a decision model")
     with PhaseProgress() as progress:
         progress("traces", 0, settings.traces)
         quality = train_decision(settings, loaded, model, out, progress)

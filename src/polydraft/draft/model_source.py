@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ class ModelSource(DistributionSource):
     drafts are wanted again.
     """
 
-    ROW_STATE = ("_texts", "_lone_B1")
+    ROW_STATE: ClassVar[tuple[str, ...]] = ("_texts", "_lone_B1")
     lead = 1
     movable = True
 

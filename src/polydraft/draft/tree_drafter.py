@@ -24,11 +24,13 @@ from polydraft.draft.speedup import Costs
 from polydraft.draft.static_builder import DEFAULT_SCHEME, StaticBuilder
 from polydraft.draft.static_plan import check_tree
 from polydraft.draft.stopping_builder import Decision, StoppingBuilder
+from polydraft.draft.translated_source import TranslatedSource
 from polydraft.draft.tree_choice import TreeChoice, smaller_trees
 from polydraft.draft.trie import check_node_walk
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import Head, LanguageModel
 from polydraft.models.int8_copy import Int8Copy
+from polydraft.models.translation import TranslatedModel
 from polydraft.sampling import RowParams
 from polydraft.trees import DynamicShape, Topology
 from polydraft.verify import Scheme
@@ -116,6 +118,8 @@ class TreeDrafter(Drafter):
             return HeadSource(self.model, batch_size)
         if isinstance(self.model, Int8Copy):
             return CopySource(self.model)
+        if isinstance(self.model, TranslatedModel):
+            return TranslatedSource(self.model, batch_size)
         return ModelSource(self.model, batch_size)
 
     def builder(self, params: RowParams, target: LanguageModel) -> Builder:

@@ -31,6 +31,8 @@ from polydraft.models.int8_copy import Int8Copy
 from polydraft.models.language_model import LanguageModel
 from polydraft.models.placement import TENSOR_PARALLEL, layout_options
 from polydraft.models.quantised import is_quantised, quantise, refuse_without_kernels
+from polydraft.models.same_tokens import check_same_tokens, check_vocabularies, have_same_numbers
+from polydraft.models.translation import translated
 
 PACKAGES = {
     **{name: name for name in ("torchao", "bitsandbytes", "compressed-tensors", "hqq", "aqlm", "eetq", "auto-round")},
@@ -312,42 +314,17 @@ def load_draft(name: Any, target: Loaded) -> LanguageModel | Head | None:
     if kind is not None:
         return kind.load(folder, target.model, target.tokenizer, name)
     if (source := gguf_source(name)) is not None and target.tokenizer is not None:
-        _check_header(target, name, vocabulary_of(source))
+        check_vocabularies(target.tokenizer.get_vocab(), vocabulary_of(source), target.model.name, name)
     dtype, native = torch.int8 if target.model.int8 else target.model.dtype, target.model.native
     draft = load_model(name, target.model.device, dtype, native=native, invariant=False)
-    check_same_tokens(target, draft)
     vocabulary = load_vocabulary(folder, target.model.vocab_size, target.model.device)
+    if vocabulary is not None or target.tokenizer is None:
+        check_same_tokens(target, draft)
+    elif not have_same_numbers(target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()):
+        tokenizers, ends = (target.tokenizer, draft.tokenizer), (target.eos_token_ids, draft.eos_token_ids)
+        return translated(draft.model, tokenizers, ends, target.model)
     return (
         draft.model
         if vocabulary is None
         else HFModel(draft.model.hf_model, name, vocabulary=vocabulary, native=native, invariant=False)
-    )
-
-
-def check_same_tokens(target: Loaded, draft: Loaded) -> None:
-    """Refuse a draft whose token ids mean other texts than the target's, as far as the target's tokenizer is known."""
-    if target.tokenizer is None:
-        return check_draft(draft.model, target.model)
-    theirs = draft.tokenizer.get_vocab()
-    if target.tokenizer.get_vocab() != theirs:
-        raise _other_tokens(target, draft.model.name, theirs)
-
-
-def _check_header(target: Loaded, name: str, theirs: dict[str, int]) -> None:
-    """Refuse a draft in a GGUF file that surely has other tokens, before it is converted.
-
-    Conversion spells a few tokens otherwise, so that one more or less proves nothing: `check_same_tokens` decides then.
-    """
-    ours = target.tokenizer.get_vocab()
-    moved = any(theirs.get(token, number) != number for token, number in ours.items())
-    if theirs and (moved or 2 * sum(token in theirs for token in ours) < len(ours)):
-        raise _other_tokens(target, name, theirs)
-
-
-def _other_tokens(target: Loaded, name: str, theirs: dict[str, int]) -> UsageError:
-    ours = target.tokenizer.get_vocab()
-    differing = sum(theirs.get(token) != number for token, number in ours.items())
-    return UsageError(
-        f"draft {name!r} and target {target.model.name!r} have different vocabularies ({len(theirs)} and "
-        f"{len(ours)} tokens, {differing} of the target's differ); use a draft with the target's tokenizer"
     )

@@ -14,11 +14,11 @@ from polydraft.models.hf import HFModel
 from polydraft.models.loading import (
     Loaded,
     check_name,
-    check_same_tokens,
     load_draft,
     load_model,
     name_obstacle,
 )
+from polydraft.models.same_tokens import check_same_tokens
 from polydraft.train.settings import TrainSettings
 
 _MODELS = "a language model with the target's tokenizer, in a folder, a GGUF file or on a hub"

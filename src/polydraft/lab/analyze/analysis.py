@@ -24,6 +24,7 @@ from polydraft.models import Head, LanguageModel, check_prompts
 from polydraft.models.fingerprint import digest_of, model_fingerprint
 from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
+from polydraft.models.translation import refuse_translated
 from polydraft.output import written_whole
 from polydraft.prompts import load_prompts
 from polydraft.verify import SCHEMES
@@ -61,6 +62,7 @@ class Pair:
         """The draft, loaded."""
         draft = load_draft(self.draft_name, self.target)
         assert draft is not None, "'none' was refused"
+        refuse_translated(draft, "analyze")
         return draft
 
     def fingerprint(self) -> list[str] | None:

@@ -13,6 +13,7 @@ from polydraft.lab.bench.libllama import VARIABLE, LlamaCpp, find_build, find_wh
 from polydraft.lab.bench.method import METHODS, Bench, Method, MethodSpec, Token, Tokens
 from polydraft.models.bundled import BUNDLED, weights_file
 from polydraft.models.hf import HFModel
+from polydraft.models.translation import refuse_translated
 
 _BACKEND = "inductor"
 _WITHOUT_COMPILER = ("No working C++ compiler found", "Failed to find C compiler")
@@ -47,6 +48,7 @@ def assisted(spec: MethodSpec, bench: Bench) -> Method:
     count = spec.count(default=0)
     if bench.draft is None:
         raise UsageError(f"method {spec.text!r} needs a draft; pass --draft NAME, a folder, or early-exit:k")
+    refuse_translated(bench.draft, f"method {spec.text!r}")
     if not isinstance(bench.draft, HFModel):
         raise UsageError(f"method {spec.text!r} needs a draft that is a language model; {bench.draft.name!r} is a feature head")
     assistant = bench.draft.hf_model

@@ -10,6 +10,7 @@ from typing import Any
 
 from polydraft.errors import UsageError
 from polydraft.models.gguf.header import GgufHeader
+from polydraft.models.spelling import byte_letters
 
 _CONTROL, _USER_DEFINED = 3, 4
 """Kinds of tokens that are never cut into pieces; those of control are no text."""
@@ -99,7 +100,7 @@ def _byte_level(header: GgufHeader) -> Any:
     """Return byte-level BPE, as GPT-2's."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-    spelling = _byte_spelling()
+    spelling = byte_letters()
     alphabet = set(spelling)
     vocabulary = {
         token if alphabet.issuperset(token) else "".join(spelling[byte] for byte in token.encode("utf-8")): number
@@ -183,16 +184,9 @@ def _add_whole_tokens(tokenizer: Any, header: GgufHeader, byte_level: bool) -> N
 
     kinds = header.fields.get("tokenizer.ggml.token_type")
     marked = list(zip(header.tokens, kinds, strict=False)) if isinstance(kinds, list) else []
-    alphabet = set(_byte_spelling())
+    alphabet = set(byte_letters())
     control = [token for token, kind in marked if kind == _CONTROL and (not byte_level or alphabet.issuperset(token))]
     tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
     known = tokenizer.get_vocab()
     defined = [token for token, kind in marked if kind == _USER_DEFINED and token in known]
     tokenizer.add_tokens([AddedToken(token, normalized=False, special=False) for token in defined])
-
-
-def _byte_spelling() -> list[str]:
-    """Return the character that stands for each byte in a byte-level vocabulary."""
-    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = iter(range(256, 512))
-    return [chr(byte) if byte in printed else chr(next(others)) for byte in range(256)]

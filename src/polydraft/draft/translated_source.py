@@ -1,0 +1,79 @@
+"""A draft model with another tokenizer as a source of distributions: it reads the text as its own tokenizer writes it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polydraft.draft.model_source import ModelSource
+from polydraft.models.translation import Translated, TranslatedModel
+from polydraft.transfers import assign
+from polydraft.trees import Block
+
+
+class TranslatedSource(ModelSource):
+    """The memory of a draft with tokens of its own.
+
+    Inside a tree every node is a token that both models have, so it has one token of the draft. When a round is over the text
+    is translated again. Where it still begins with what the round has left in the memory, that stays; the rest is read.
+    """
+
+    ROW_STATE = (*ModelSource.ROW_STATE, "_translated", "_tail_B2")
+    learns = True
+
+    def __init__(self, model: TranslatedModel, batch_size: int) -> None:
+        super().__init__(model, batch_size)
+        self._own_X, self._shared, self._translation = model.own_X, model.shared, model.translation
+        self._translated = [Translated()] * batch_size
+        self._tail_B2 = torch.zeros(batch_size, 2, dtype=torch.long, device=self.device)
+        """The last two of the draft's tokens in each text."""
+
+    def new_row(self, name: str) -> Any:
+        """Begin with no text."""
+        if name == "_tail_B2":
+            return 0
+        return Translated() if name == "_translated" else super().new_row(name)
+
+    def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
+        """Read the texts."""
+        own = self._translate(texts, longest)
+        super().begin(own, self._longest, rows)
+
+    def _translate(self, texts: Sequence[Sequence[int]], longest: int = 0) -> list[Sequence[int]]:
+        """Return the texts in the draft's tokens, and see to it that there is room for them."""
+        translate = self._translation.translate
+        self._translated = [translate(*pair) for pair in zip(texts, self._translated, strict=True)]
+        own = [one.ids for one in self._translated]
+        assign(self._tail_B2, [ids[-2:] for ids in own])
+        needed = max(map(len, own))
+        if longest:  # as many tokens as the target has for the rest
+            self._longest = max(needed, longest + max(len(ids) - len(text) for ids, text in zip(own, texts, strict=True)))
+        elif needed > self._longest:
+            self._longest = needed + needed // 4  # more than is needed now: memory that grows moves
+        return own
+
+    def root(self, tail_B2: Tensor) -> Tensor:
+        """Pass the draft's last two tokens."""
+        return super().root(self._tail_B2)
+
+    def expand(self, tokens_BW: Tensor, parents: Tensor, block: Block) -> Tensor:
+        """Pass a level, in the draft's tokens."""
+        return super().expand(self._own_X[tokens_BW], parents, block)
+
+    def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
+        """Keep of what the round has left what the new texts have, too, and read the rest."""
+        if not self._skipped:
+            # The last token went through no pass: what stands here for it does not matter.
+            left = zip(self._translated, emitted, strict=True)
+            self._memory.settle([[*one.ids, *(self._shared.get(token, 0) for token in tokens)] for one, tokens in left])
+        self._behind = self._behind or self._skipped
+        self.catch_up(texts)
+
+    def catch_up(self, texts: Sequence[Sequence[int]]) -> None:
+        """Read what the memory does not hold, after a round without drafts only when drafts are wanted again."""
+        super().catch_up(self._translate(texts))
+
+    def rewind(self, texts: Sequence[Sequence[int]]) -> None:
+        """Hold the texts: cut off, they may have other tokens at their end."""
+        self.catch_up(texts)

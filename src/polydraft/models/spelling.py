@@ -1,0 +1,92 @@
+"""What the tokens of a tokenizer spell, as bytes, so that tokens of different tokenizers can be compared."""
+
+import re
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from polydraft.errors import UsageError
+
+_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """What each token spells.
+
+    Byte-level vocabularies write a token in an alphabet of bytes (a space is Ġ), those of SentencePiece write it as text with ▁
+    for a space, and bytes that are no text as <0x0A>.
+    """
+
+    bytes_of: dict[int, bytes]
+    """Of all tokens; special ones spell their names."""
+    special: dict[str, int]
+    """Tokens that no text has, such as those for its end."""
+    stand_ins: frozenset[int]
+    """Tokens for bytes that SentencePiece uses only where it has no other token for a character."""
+
+    def tokens(self) -> dict[bytes, int]:
+        """Return the token that a text has for some bytes, special ones left out."""
+        found: dict[bytes, int] = {}
+        special = set(self.special.values())
+        for token, spelled in self.bytes_of.items():
+            if spelled and token not in special and (spelled not in found or found[spelled] in self.stand_ins):
+                found[spelled] = token
+        return found
+
+
+def spelling_of(tokenizer: Any, name: str) -> Spelling:
+    """Return what the tokens of a model's tokenizer spell; refuses tokenizers that do not say it."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    decoder = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
+    byte_level = b'"ByteLevel"' in decoder
+    if not byte_level and b'"ByteFallback"' not in decoder and b'"Metaspace"' not in decoder:
+        raise UsageError(
+            f"the tokenizer of {name!r} is neither byte-level nor SentencePiece's, so its tokens cannot be compared; "
+            "use a draft with the target's tokenizer"
+        )
+    added = tokenizer.added_tokens_decoder
+    bytes_of = {
+        number: added[number].content.encode() if number in added else spelled(token, byte_level)
+        for token, number in tokenizer.get_vocab().items()
+    }
+    stand_ins = {number for token, number in tokenizer.get_vocab().items() if not byte_level and _BYTE.fullmatch(token)}
+    special = {entry.content: number for number, entry in added.items() if entry.special}
+    return Spelling(bytes_of, special, frozenset(stand_ins))
+
+
+def spelled(token: str, byte_level: bool) -> bytes:
+    """Return what a token that is not special spells."""
+    if byte_level:
+        numbers = [_numbers().get(letter) for letter in token]
+        return token.encode() if None in numbers else bytes(number for number in numbers if number is not None)
+    byte = _BYTE.fullmatch(token)
+    return token.replace("▁", " ").encode() if byte is None else bytes([int(byte[1], 16)])
+
+
+@cache
+def _numbers() -> dict[str, int]:
+    return {letter: number for number, letter in enumerate(byte_letters())}
+
+
+@cache
+def byte_letters() -> tuple[str, ...]:
+    """Return the character that stands for each byte in a byte-level vocabulary."""
+    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = iter(range(256, 512))
+    return tuple(chr(byte) if byte in printed else chr(next(others)) for byte in range(256))
+
+
+def shared_tokens(ours: Spelling, theirs: Spelling, our_ends: Collection[int], their_ends: Collection[int]) -> dict[int, int]:
+    """Return which token of theirs is each of ours: those that spell the same, and special ones of the same name.
+
+    Where no end of text is among them, our first one is their first one, if both have any.
+    """
+    known = theirs.tokens()
+    found = {token: known[spelled] for spelled, token in ours.tokens().items() if spelled in known}
+    found |= {token: theirs.special[name] for name, token in ours.special.items() if name in theirs.special}
+    if our_ends and their_ends and found.keys().isdisjoint(our_ends):
+        end = next(iter(their_ends))
+        found = {token: other for token, other in found.items() if other != end} | {next(iter(our_ends)): end}
+    return dict(sorted(found.items()))

@@ -1,0 +1,205 @@
+"""Drafts whose tokenizer is not the target's: which tokens both have, and how the draft reads the target's text.
+
+Token-level intersection [1]_: the draft reads the text as its own tokenizer writes it, and proposes only tokens that both
+have. Its distribution over these, renormalised, depends on the text alone, so every verifier is exact. (The authors tokenize
+each round's new tokens by themselves; here the text is tokenized as a whole, as the draft has learnt it.)
+
+References
+----------
+.. [1] Timor et al., Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies,
+   2025, algorithm 4.
+"""
+
+import codecs
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from polydraft.errors import UsageError
+from polydraft.models.language_model import Context, LanguageModel
+from polydraft.models.same_tokens import check_share
+from polydraft.models.spelling import shared_tokens, spelling_of
+from polydraft.sampling import PartialVocabulary
+
+logger = logging.getLogger("polydraft.models.loading")
+_LEAST_TEXT = 2
+"""Tokens of a text for the draft: a shorter one would be a case of its own."""
+_LINE = "\n"
+
+
+@dataclass(frozen=True)
+class Translated:
+    """A text in the draft's tokens, and the beginning of it that stays so however the text goes on."""
+
+    ids: Sequence[int] = ()
+    sure: Sequence[int] = ()
+    """The target's tokens up to the last place where the text was cut."""
+    sure_ids: Sequence[int] = ()
+    anchor: str = ""
+    """What stands before the rest: tokenizers look at it."""
+
+
+class Translation:
+    """Turns texts of a target's tokens into a draft's.
+
+    A text is tokenized in pieces, so that few are to be done again when it grows. It is cut where no tokenizer joins anything:
+    at special tokens, and after the end of a line that stands alone among white space. The result depends on the text alone.
+
+    Parameters
+    ----------
+    spelled : mapping
+        What each of the target's tokens spells.
+    atoms : mapping
+        The draft's token for those that are special, and its name.
+    tokenizer : transformers.PreTrainedTokenizerFast
+        The draft's.
+    byte_ids : mapping
+        The draft's tokens for single bytes: of characters that are not complete yet.
+    first : int, optional
+        The target's token for the beginning of a text, in place of which the draft has its own.
+    spaced : bool
+        Whether the target's tokenizer puts a space before each text.
+    """
+
+    def __init__(
+        self,
+        spelled: Mapping[int, bytes],
+        atoms: Mapping[int, tuple[int, str]],
+        tokenizer: Any,
+        byte_ids: Mapping[int, int],
+        first: int | None,
+        spaced: bool,
+    ) -> None:
+        self._spelled, self._atoms, self._tokenizer, self._byte_ids = spelled, atoms, tokenizer, byte_ids
+        self._first, self._spaced = first, spaced
+        own = tokenizer.bos_token_id
+        self._start = [own] if own is not None and tokenizer("").input_ids[:1] == [own] else []
+        self._filling = self._start[0] if self._start else tokenizer.eos_token_id or 0
+        self._anchor_ids: dict[str, int] = {}
+
+    def translate(self, text: Sequence[int], known: Translated) -> Translated:
+        """Return a text in the draft's tokens; `known` is one that may begin like it."""
+        if list(text[: len(known.sure)]) != known.sure:
+            known = Translated()
+        begun = int(len(text) > 0 and text[0] == self._first)
+        """Where what was written begins."""
+        cut, ids, anchor = len(known.sure), list(known.sure_ids), known.anchor
+        if not cut:
+            ids = list(self._start)
+        settled, piece = len(ids), bytearray()
+        for place in range(cut, len(text)):
+            token = text[place]
+            spelled, atom = self._spelled.get(token, b""), self._atoms.get(token)
+            line = piece.endswith(b"\n") and not (piece[-2:-1].isspace() or spelled[:1].isspace())
+            if atom is not None or line:
+                ids += self._tokenized(anchor, bytes(piece))
+                piece.clear()
+                if atom is None:
+                    cut, anchor = place, _LINE
+                else:
+                    ids += [atom[0]] if place or self._start != [atom[0]] else []
+                    cut, anchor = place + 1, atom[1]
+                settled = len(ids)
+            if atom is None and place >= begun:
+                piece += spelled[1:] if self._spaced and place == begun and spelled[:1] == b" " else spelled
+        sure_ids = ids[:settled]
+        ids += self._tokenized(anchor, bytes(piece))
+        ids = [self._filling] * (_LEAST_TEXT - len(ids)) + ids
+        return Translated(ids, list(text[:cut]), sure_ids, anchor)
+
+    def _tokenized(self, anchor: str, piece: bytes) -> list[int]:
+        """Return the draft's tokens for a piece of text behind another."""
+        if not piece:
+            return []
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        ids = self._encoded(anchor + decoder.decode(piece))
+        if anchor not in self._anchor_ids:
+            self._anchor_ids[anchor] = len(self._encoded(anchor))
+        incomplete = decoder.getstate()[0]
+        return ids[self._anchor_ids[anchor] :] + [self._byte_ids[byte] for byte in incomplete if byte in self._byte_ids]
+
+    def _encoded(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        return ids
+
+
+class TranslatedModel(LanguageModel):
+    """A draft with tokens of its own, which proposes those that the target has too.
+
+    Its contexts hold its own tokens: `polydraft.draft.translated_source` reads the target's text into them.
+
+    Parameters
+    ----------
+    model : LanguageModel
+    translation : Translation
+    shared : mapping
+        The draft's token for each token of the target's that both have, ascending.
+    size : int
+        Tokens of the target.
+    """
+
+    def __init__(self, model: LanguageModel, translation: Translation, shared: Mapping[int, int], size: int) -> None:
+        self.model, self.translation, self.name, self.device = model, translation, model.name, model.device
+        self.shared = shared
+        self.dtype: torch.dtype = getattr(model, "dtype", torch.float32)
+        self.max_positions, self.vocab_size = model.max_positions, size
+        self.graph_obstacle, self.shape_obstacle = model.graph_obstacle, model.shape_obstacle
+        self._own_D = torch.tensor(list(shared.values()), device=self.device)
+        self.vocabulary: PartialVocabulary = PartialVocabulary(torch.tensor(list(shared), device=self.device), size)
+
+    @cached_property
+    def own_X(self) -> Tensor:
+        """The draft's own token for each of the target's, any where it has none; the last entry is for `NO_TOKEN`."""
+        own_X = torch.zeros(self.vocab_size + 1, dtype=torch.long, device=self.device)
+        return own_X.scatter_(0, self.vocabulary.tokens_D, self._own_D)
+
+    def start(self, batch_size: int, capacity: int) -> Context:
+        """Open an empty memory of the draft's own tokens."""
+        return self.model.start(batch_size, capacity)
+
+    def head(self, features_RF: Tensor) -> Tensor:
+        """Return the logits of the shared tokens."""
+        return self.model.head(features_RF).index_select(-1, self._own_D)
+
+
+def translated(
+    model: LanguageModel,
+    tokenizers: tuple[Any, Any],
+    ends: tuple[Sequence[int], Sequence[int]],
+    target: LanguageModel,
+) -> TranslatedModel:
+    """Return a draft for a target with another tokenizer; refuses one that shares too few tokens with it.
+
+    Parameters
+    ----------
+    model : LanguageModel
+        The draft.
+    tokenizers, ends : pair
+        The target's tokenizer and end-of-text tokens, and the draft's.
+    target : LanguageModel
+    """
+    ours, theirs = spelling_of(tokenizers[0], target.name), spelling_of(tokenizers[1], model.name)
+    shared = shared_tokens(ours, theirs, *ends)
+    check_share(len(shared), len(ours.bytes_of), target.name, model.name)
+    logger.info(
+        "draft %s has another tokenizer: it shares %.0f %% of the target's tokens (%d of %d), and proposes these",
+        *(model.name, 100 * len(shared) / len(ours.bytes_of), len(shared), len(ours.bytes_of)),
+    )
+    names = {number: name for name, number in theirs.special.items()}
+    atoms = {token: (shared[token], names.get(shared[token], "")) for token in ours.special.values() if token in shared}
+    byte_ids = {spelled[0]: token for spelled, token in theirs.tokens().items() if len(spelled) == 1}
+    start = tokenizers[0].encode("a", add_special_tokens=False)[:1]
+    spaced = any(ours.bytes_of[token].startswith(b" ") for token in start)
+    translation = Translation(ours.bytes_of, atoms, tokenizers[1], byte_ids, tokenizers[0].bos_token_id, spaced)
+    return TranslatedModel(model, translation, shared, target.vocab_size)
+
+
+def refuse_translated(draft: Any, what: str) -> None:
+    """Refuse a draft with another tokenizer where nobody translates for it."""
+    if isinstance(draft, TranslatedModel):
+        raise UsageError(f"{what} needs a draft with the target's tokenizer, and {draft.name!r} has another; use another draft")
