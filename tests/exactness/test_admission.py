@@ -64,7 +64,7 @@ ADMISSIONS: dict[str, dict[str, Any]] = {
 }
 
 
-QUICK = [*ADMITTED, "lookup+model", "race, block"]
+QUICK = [*ADMITTED, "lookup+model", "race, block", "translated"]
 """All kinds of memories, with what they take by themselves; other schemes, walks and unions have rows in other tests."""
 
 

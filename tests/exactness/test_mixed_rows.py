@@ -27,6 +27,7 @@ from .setups import (
     random_head,
     tree_for,
 )
+from .translated import translated_draft
 
 pytestmark = pytest.mark.usefixtures("short_blocks")
 
@@ -72,6 +73,7 @@ DECODERS = {
     },
     "adaptive model": lambda: dynamic(DRAFT),
     "adaptive head": lambda: dynamic(HEAD),
+    "translated": lambda: make_decoder(draft=translated_draft(), scheme="auto", walk="auto", eos_token_ids=[13]),
     "sharp drafts": lambda: make_decoder(draft_temperature=0.5, scheme="auto", walk="auto"),
     "greedy drafts": lambda: make_decoder(draft_temperature=0.0, scheme="auto", walk="auto"),
 }
