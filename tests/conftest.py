@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import interpreted
 from polydraft.backends.triton import interpreting
@@ -124,6 +124,35 @@ def broken(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def other_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> str:
     return save(tmp_path_factory.mktemp("other"), extra=3)
+
+
+@pytest.fixture(scope="session")
+def unlike_vocabulary(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model whose tokens are words that no other tokenizer here has."""
+    folder = save(tmp_path_factory.mktemp("unlike"))
+    size = len(byte_tokenizer())
+    tokenizer = Tokenizer(models.BPE(vocab={f"word{number}": number for number in range(size)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="word0").save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def renumbered(tmp_path_factory: pytest.TempPathFactory, tiny: str) -> str:
+    """The tiny model with its tokens in the opposite order, but for the end of text, which is first."""
+    folder = tmp_path_factory.mktemp("renumbered")
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    with torch.no_grad():
+        for table in (model.get_input_embeddings().weight, model.get_output_embeddings().weight):
+            table.copy_(table.flip(0).clone())
+    tokenizer = byte_tokenizer()
+    numbers = {token: len(tokenizer) - 1 - number for token, number in tokenizer.get_vocab().items()}
+    state = Tokenizer(models.BPE(vocab=numbers, merges=[]))
+    state.pre_tokenizer, state.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    model.config.eos_token_id = model.generation_config.eos_token_id = numbers["<end>"]
+    model.save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=state, eos_token="<end>").save_pretrained(folder)
+    return str(folder)
 
 
 @pytest.fixture

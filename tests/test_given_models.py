@@ -119,16 +119,16 @@ def test_commands_take_names_only():
         PairOptions(torch.nn.Linear(2, 2))
 
 
-def test_speculate_takes_a_draft_by_name(model, tokenizer, tiny, other_vocabulary, tmp_path):
+def test_speculate_takes_a_draft_by_name(model, tokenizer, tiny, renumbered, unlike_vocabulary, tmp_path):
     inputs = tokenizer(PROMPT, return_tensors="pt")
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     plain = model.generate(**inputs, **options)
-    for draft in (tiny, "early-exit:2", "none", "auto"):
+    for draft in (tiny, renumbered, "early-exit:2", "none", "auto"):
         custom = Speculate(draft, tree="2x1")
         assert torch.equal(model.generate(**inputs, **options, custom_generate=custom), plain)
-        assert (custom.stats[0].tokens_per_pass > 1) == (draft in (tiny, "early-exit:2"))
+        assert (custom.stats[0].tokens_per_pass > 1) == (draft in (tiny, renumbered, "early-exit:2"))
     with pytest.raises(UsageError, match="different vocabularies"):
-        model.generate(**inputs, **options, custom_generate=Speculate(draft=other_vocabulary))
+        model.generate(**inputs, **options, custom_generate=Speculate(draft=unlike_vocabulary))
 
 
 def test_a_named_draft_is_made_for_the_model_at_hand(model, tokenizer, tiny):

@@ -73,9 +73,14 @@ def test_wrong_usage_is_one_line_and_exit_code_2(invoke, tiny: str, case: str) -
     assert err.startswith("polydraft: error: ") and err.count("\n") == 1
 
 
-def test_different_vocabularies_are_refused(invoke, tiny: str, other_vocabulary: str) -> None:
-    code, out, err = invoke("generate", "hello", "--target", tiny, "--draft", other_vocabulary)
+def test_different_vocabularies_are_refused(invoke, tiny: str, unlike_vocabulary: str) -> None:
+    code, out, err = invoke("generate", "hello", "--target", tiny, "--draft", unlike_vocabulary)
     assert (code, out) == (2, "") and "different vocabularies" in err and err.count("\n") == 1
+
+
+def test_a_draft_with_another_tokenizer_is_refused_where_nobody_translates(invoke, tiny: str, renumbered: str) -> None:
+    code, out, err = invoke("generate", "hello", "--target", tiny, "--draft", renumbered, "--beams", "2")
+    assert (code, out) == (2, "") and "beam search needs a draft with the target's tokenizer" in err
 
 
 @pytest.mark.parametrize("prompt", ["", "   "])

@@ -50,6 +50,6 @@ def check_share(shared: int, size: int, target: str, draft: str) -> None:
     """Refuse a draft that shares so many of the target's tokens."""
     if shared < LEAST_SHARE * size:
         raise UsageError(
-            f"draft {draft!r} and target {target!r} have different vocabularies and share {shared} of the target's {size} tokens; "
-            f"use a draft that shares at least {LEAST_SHARE:.0%}"
+            f"draft {draft!r} and target {target!r} have different vocabularies and share {shared} of the target's {size} "
+            f"tokens; use a draft that shares at least {LEAST_SHARE:.0%}"
         )

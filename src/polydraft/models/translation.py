@@ -10,8 +10,8 @@ References
    2025, algorithm 4.
 """
 
-import codecs
 import logging
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,6 +30,8 @@ logger = logging.getLogger("polydraft.models.loading")
 _LEAST_TEXT = 2
 """Tokens of a text for the draft: a shorter one would be a case of its own."""
 _LINE = "\n"
+_BROKEN = re.compile("([\udc80-\udcff]+)")
+"""Bytes that are no text, as Python decodes them."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,7 @@ class Translation:
     tokenizer : transformers.PreTrainedTokenizerFast
         The draft's.
     byte_ids : mapping
-        The draft's tokens for single bytes: of characters that are not complete yet.
+        The draft's tokens for single bytes: of characters that are not whole yet.
     first : int, optional
         The target's token for the beginning of a text, in place of which the draft has its own.
     spaced : bool
@@ -113,15 +115,17 @@ class Translation:
         return Translated(ids, list(text[:cut]), sure_ids, anchor)
 
     def _tokenized(self, anchor: str, piece: bytes) -> list[int]:
-        """Return the draft's tokens for a piece of text behind another."""
-        if not piece:
-            return []
-        decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        ids = self._encoded(anchor + decoder.decode(piece))
-        if anchor not in self._anchor_ids:
-            self._anchor_ids[anchor] = len(self._encoded(anchor))
-        incomplete = decoder.getstate()[0]
-        return ids[self._anchor_ids[anchor] :] + [self._byte_ids[byte] for byte in incomplete if byte in self._byte_ids]
+        """Return the draft's tokens for a piece of text behind another; of characters that are not whole, for their bytes."""
+        ids: list[int] = []
+        for part in _BROKEN.split(piece.decode("utf-8", "surrogateescape")):
+            if _BROKEN.match(part):
+                ids += [self._byte_ids[ord(one) & 0xFF] for one in part if ord(one) & 0xFF in self._byte_ids]
+            elif part:
+                if anchor not in self._anchor_ids:
+                    self._anchor_ids[anchor] = len(self._encoded(anchor))
+                ids += self._encoded(anchor + part)[self._anchor_ids[anchor] :]
+            anchor = _LINE if part else anchor
+        return ids
 
     def _encoded(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
