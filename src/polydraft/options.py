@@ -36,9 +36,9 @@ class PairOptions:
     draft: Any = field(default=AUTO, kw_only=False)
     """Draft: a folder or hub name, mtp (the target's own MTP layers), int8 (its weights in int8), early-exit:k, none, or auto.
 
-    A draft must share the target's tokenizer. ``"auto"`` is the head that ships for the target, lies beside it or was trained
-    for it, or the MTP layers of its checkpoint; else its int8 copy where memory allows, or n-grams of the text.
-    ``"early-exit:k"`` is its first k layers. `load` also takes a model that is loaded already."""
+    A small model with another tokenizer proposes the tokens that both have. ``"auto"`` is the head that ships for the target,
+    lies beside it or was trained for it, or the MTP layers of its checkpoint; else its int8 copy where memory allows, or
+    n-grams of the text. ``"early-exit:k"`` is its first k layers. `load` also takes a model that is loaded already."""
 
     def __post_init__(self) -> None:
         for name in ("target", "draft"):

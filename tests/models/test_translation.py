@@ -10,9 +10,15 @@ from transformers import PreTrainedTokenizerFast
 
 from polydraft.errors import UsageError
 from polydraft.models import TabularModel
-from polydraft.models.same_tokens import check_vocabularies, have_same_numbers
 from polydraft.models.spelling import shared_tokens, spelling_of
-from polydraft.models.translation import Translated, TranslatedModel, refuse_translated, translated
+from polydraft.models.translation import (
+    Translated,
+    TranslatedModel,
+    check_vocabularies,
+    have_same_numbers,
+    refuse_translated,
+    translated,
+)
 
 SPECIAL = ["<s>", "</s>", "<turn>"]
 LINES = [

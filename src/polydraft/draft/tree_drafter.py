@@ -45,7 +45,7 @@ class TreeDrafter(Drafter):
     Parameters
     ----------
     model : LanguageModel or Head
-        The draft: a model with the same tokens as the target, or a head that was trained for it.
+        The draft: a model with the same tokens as the target, or translated to them, or a head that was trained for it.
     shape : Topology or DynamicShape
         A tree of static shape, or limits of one that follows what the draft is sure of (OPT-Tree, EAGLE-2). On a CPU that is as
         large as pays; on a GPU it uses its limits up, for one text at temperature 0, and all other batches have the best static

@@ -31,8 +31,7 @@ from polydraft.models.int8_copy import Int8Copy
 from polydraft.models.language_model import LanguageModel
 from polydraft.models.placement import TENSOR_PARALLEL, layout_options
 from polydraft.models.quantised import is_quantised, quantise, refuse_without_kernels
-from polydraft.models.same_tokens import check_same_tokens, check_vocabularies, have_same_numbers
-from polydraft.models.translation import translated
+from polydraft.models.translation import check_same_tokens, check_vocabularies, have_same_numbers, translated
 
 PACKAGES = {
     **{name: name for name in ("torchao", "bitsandbytes", "compressed-tensors", "hqq", "aqlm", "eetq", "auto-round")},

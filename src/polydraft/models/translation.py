@@ -1,13 +1,13 @@
 """Drafts whose tokenizer is not the target's: which tokens both have, and how the draft reads the target's text.
 
 Token-level intersection [1]_: the draft reads the text as its own tokenizer writes it, and proposes only tokens that both
-have. Its distribution over these, renormalised, depends on the text alone, so every verifier is exact. (The authors tokenize
-each round's new tokens by themselves; here the text is tokenized as a whole, as the draft has learnt it.)
+have. Its distribution over these, renormalised, depends on the text alone, so every verifier is exact. (In transformers each
+new token is tokenized by itself; here the text is tokenized as a whole, as the draft has learnt it.)
 
 References
 ----------
 .. [1] Timor et al., Accelerating LLM Inference with Lossless Speculative Decoding Algorithms for Heterogeneous Vocabularies,
-   2025, algorithm 4.
+   2025 (token-level intersection).
 """
 
 import logging
@@ -15,18 +15,25 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
+from polydraft.models.given import check_draft
 from polydraft.models.language_model import Context, LanguageModel
-from polydraft.models.same_tokens import check_share
-from polydraft.models.spelling import shared_tokens, spelling_of
+from polydraft.models.spelling import shared_tokens, spelled, spelling_of
 from polydraft.sampling import PartialVocabulary
 
+if TYPE_CHECKING:
+    from polydraft.models.loading import Loaded
+
 logger = logging.getLogger("polydraft.models.loading")
+LEAST_SHARE = 0.05
+"""Of the target's tokens, how many a draft must share: with fewer it proposes hardly anything but single characters."""
+_MOST_OTHERS = 64
+"""Tokens of a tokenizer for each one that the other may lack, where numbers are the same."""
 _LEAST_TEXT = 2
 """Tokens of a text for the draft: a shorter one would be a case of its own."""
 _LINE = "\n"
@@ -207,3 +214,42 @@ def refuse_translated(draft: Any, what: str) -> None:
     """Refuse a draft with another tokenizer where nobody translates for it."""
     if isinstance(draft, TranslatedModel):
         raise UsageError(f"{what} needs a draft with the target's tokenizer, and {draft.name!r} has another; use another draft")
+
+
+def check_same_tokens(target: "Loaded", draft: "Loaded") -> None:
+    """Refuse a draft whose token ids mean other texts than the target's, as far as the target's tokenizer is known."""
+    if target.tokenizer is None:
+        return check_draft(draft.model, target.model)
+    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    if ours != theirs:
+        differing = sum(theirs.get(token) != number for token, number in ours.items())
+        raise UsageError(
+            f"draft {draft.model.name!r} and target {target.model.name!r} have different vocabularies ({len(theirs)} and "
+            f"{len(ours)} tokens, {differing} of the target's differ); use a draft with the target's tokenizer"
+        )
+
+
+def have_same_numbers(ours: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
+    """Return whether what both vocabularies have has the same numbers, and that is nearly all that they have.
+
+    The draft then speaks of the target's numbers. Those that mean something else to it are never right, and nothing more.
+    """
+    both = ours.keys() & theirs.keys()
+    others = max(len(ours), len(theirs)) - len(both)
+    return others <= len(ours) // _MOST_OTHERS and all(ours[token] == theirs[token] for token in both)
+
+
+def check_vocabularies(ours: Mapping[str, int], theirs: Mapping[str, int], target: str, draft: str) -> None:
+    """Refuse a draft that cannot share enough tokens, by its vocabulary alone; an empty one is not known."""
+    vocabularies = [{spelled(token, "\u0120" in own and "\u2581" not in own) for token in own} for own in (ours, theirs)]
+    if theirs:
+        check_share(len(vocabularies[0] & vocabularies[1]), len(ours), target, draft)
+
+
+def check_share(shared: int, size: int, target: str, draft: str) -> None:
+    """Refuse a draft that shares so many of the target's tokens."""
+    if shared < LEAST_SHARE * size:
+        raise UsageError(
+            f"draft {draft!r} and target {target!r} have different vocabularies and share {shared} of the target's {size} "
+            f"tokens; use a draft that shares at least {LEAST_SHARE:.0%}"
+        )

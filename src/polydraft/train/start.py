@@ -18,7 +18,7 @@ from polydraft.models.loading import (
     load_model,
     name_obstacle,
 )
-from polydraft.models.same_tokens import check_same_tokens
+from polydraft.models.translation import check_same_tokens
 from polydraft.train.settings import TrainSettings
 
 _MODELS = "a language model with the target's tokenizer, in a folder, a GGUF file or on a hub"
