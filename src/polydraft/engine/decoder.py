@@ -4,7 +4,7 @@ import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Unpack, cast, overload
@@ -221,6 +221,7 @@ class Decoder:
         seed: int,
         max_new_tokens: int,
         stop: Sequence[str] = (),
+        markers: Collection[int] = (),
         grammar: GrammarProcessor | None = None,
         seeded: bool = True,
         follows_load: bool = True,
@@ -238,6 +239,8 @@ class Decoder:
         max_new_tokens : int
         stop : sequence of str
             Strings that end it.
+        markers : collection of int
+            Special tokens that leave text.
         grammar : GrammarProcessor, optional
             Keeps it to a grammar; it comes after all other processors.
         seeded, follows_load : bool
@@ -253,7 +256,7 @@ class Decoder:
             params=params if grammar is None else params.following(grammar),
             generator=row_generator(seed),
             max_new_tokens=max_new_tokens,
-            assembler=self.assembler(stop),
+            assembler=self.assembler(stop, markers),
             steady=is_steady(params, seeded=seeded, follows_load=follows_load),
             **options,
         )
@@ -322,11 +325,11 @@ class Decoder:
         check_text(params.prediction)
         return replace(params, prediction=self.tokenizer(params.prediction, add_special_tokens=False)["input_ids"])
 
-    def assembler(self, stop: Sequence[str]) -> TextAssembler:
-        """Return what turns new tokens into text, which ends before the first of these strings."""
+    def assembler(self, stop: Sequence[str], markers: Collection[int] = ()) -> TextAssembler:
+        """Return what turns new tokens into text, which ends before the first of these strings and shows these markers."""
         if stop and self.tokenizer is None:
             raise UsageError("stop strings need a tokenizer; pass tokenizer=... to the Decoder")
-        return TextAssembler(self.tokenizer, stop)
+        return TextAssembler(self.tokenizer, stop, markers)
 
     def encode(self, prompt: Prompt | Sequence[Mapping[str, Any]], chat: bool = False) -> list[int]:
         """Turn a prompt into token ids: a text, or the messages of a conversation."""
@@ -342,18 +345,20 @@ class Decoder:
             return self.encode_chat([{"role": "user", "content": prompt}])
         return list(self.tokenizer(prompt)["input_ids"])
 
-    def encode_chat(self, messages: Sequence[dict[str, str]] | str) -> list[int]:
+    def encode_chat(self, messages: Sequence[dict[str, Any]] | str) -> list[int]:
         """Turn a conversation, or what `chat_text` made of it, into token ids that an answer follows."""
         text = messages if isinstance(messages, str) else self.chat_text(messages)
         assert self.tokenizer is not None
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def chat_text(self, messages: Sequence[dict[str, str]]) -> str:
-        """Turn a conversation into the text that an answer follows, by the tokenizer's chat template."""
+    def chat_text(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> str:
+        """Turn a conversation into the text that an answer follows, by the tokenizer's chat template; `tools` may be called."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise UsageError("this model has no chat template; use a plain prompt (--raw on the command line)")
         try:
-            text: str = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+            text: str = self.tokenizer.apply_chat_template(
+                list(messages), tools=tools and list(tools), tokenize=False, add_generation_prompt=True
+            )
         except Exception as error:  # templates are programs, and refuse what they do not like in ways of their own
             raise UsageError(
                 f"the model's chat template refuses these messages ({error}); change their roles or order"

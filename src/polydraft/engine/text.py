@@ -1,7 +1,7 @@
 """Token by token to text, with stop strings."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 _INCOMPLETE = "\ufffd"
@@ -19,10 +19,15 @@ class TextAssembler:
     stop : sequence of str
         Strings that end the text; the text ends before the first one found. The string of a special token, which
         leaves no text, stands for that token.
+    markers : collection of int
+        Special tokens that leave their text, too.
     """
 
-    def __init__(self, tokenizer: Any, stop: Sequence[str]) -> None:
+    def __init__(self, tokenizer: Any, stop: Sequence[str], markers: Collection[int] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, [string for string in stop if string]
+        self.markers = frozenset(markers)
+        added = tokenizer.added_tokens_decoder.items() if markers else ()
+        self._silent = {token for token, one in added if one.special} - self.markers
         special = getattr(tokenizer, "all_special_tokens", ()) if self._stop else ()
         self._stop_tokens = {tokenizer.convert_tokens_to_ids(string) for string in self._stop if string in special}
         self._window: list[int] = []
@@ -60,7 +65,7 @@ class TextAssembler:
             return self._release(len(self.text))
         # Decoding from a little before the new token keeps this linear in the length of the text.
         self._window.append(token)
-        decoded = self._tokenizer.decode(self._window, skip_special_tokens=True)
+        decoded = self._decode(self._window)
         self.text = self._settled_text + decoded[self._overlap :]
         if len(self._window) > 16 and not decoded.endswith(_INCOMPLETE):
             self._settle(self._window, decoded)
@@ -78,13 +83,17 @@ class TextAssembler:
         """Return what was held back, at the end of the text."""
         return self._release(len(self.text))
 
+    def _decode(self, tokens: Sequence[int]) -> str:
+        if self.markers:
+            shown = [token for token in tokens if token not in self._silent]
+            return str(self._tokenizer.decode(shown, skip_special_tokens=False))
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
+
     def _settle(self, window: list[int], decoded: str) -> None:
         """Move the window on; a few tokens stay in it, because many tokenizers drop a space before the first one."""
         half = len(window) // 2
         seam = half + _OVERLAP_TOKENS
-        head, overlap, rest = (
-            self._tokenizer.decode(part, skip_special_tokens=True) for part in (window[:seam], window[half:seam], window[half:])
-        )
+        head, overlap, rest = (self._decode(part) for part in (window[:seam], window[half:seam], window[half:]))
         if head + rest[len(overlap) :] == decoded:
             self._settled_text += head[self._overlap :]
             self._window = window[half:]

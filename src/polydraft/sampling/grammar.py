@@ -22,7 +22,7 @@ KINDS = (JSON_SCHEMA, JSON_OBJECT, REGEX, LARK)
 _MOST_STATES = 512
 _MOST_TRIED = 64
 """Steps along what all texts of a grammar begin with that are tried before any text is written."""
-_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """How JSON is spelled: as most of it is, and so that no text can go on with blanks for ever."""
 
 
@@ -113,7 +113,7 @@ class Grammars:
                 grammar = LLMatcher.grammar_from_lark(given)
             else:
                 schema = {"type": "object"} if kind == JSON_OBJECT else given
-                grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_STYLE)
+                grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=STYLE)
             self._try(self._matcher(grammar))
         except (ValueError, TypeError) as error:
             reason = " ".join(str(error).split())

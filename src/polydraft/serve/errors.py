@@ -32,6 +32,10 @@ _ERRORS = {
     "invalid_value": (400, "{message}"),
     "conflicting_parameters": (400, "{names} cannot be combined; send one of them"),
     "model_not_found": (404, "model {name} is not served here; allowed: {served}, or leave it out"),
+    "tools_unknown": (
+        400,
+        "this model's chat template {why}; force a call with tool_choice \"required\" or a function's name, or leave tools out",
+    ),
     "too_many_texts": (400, "{count} texts in one request; allowed: at most {most} (n times prompts); send several requests"),
     "context_length_exceeded": (
         400,

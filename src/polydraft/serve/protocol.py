@@ -11,6 +11,7 @@ from polydraft.sampling.grammar import LARK, REGEX, Grammar
 from polydraft.serve.errors import RequestError, from_library, invalid_value, missing, unsupported
 from polydraft.serve.neutral import KNOWN_ELSEWHERE, changes_nothing
 from polydraft.serve.request import AUTO, OFF
+from polydraft.serve.tools import Tools, read_calls, read_tools
 
 _MOST_LOGPROBS = 20
 _MOST_STOPS = 16
@@ -30,7 +31,7 @@ _ABOUT_DRAFTING = f'a request chooses how to draft with "speculative": {_SPECULA
 _ABOUT_SCHEMAS = {"name", "description", "strict"}
 """What the API has beside a schema. It changes nothing: texts always follow the schema."""
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,7 @@ class CompletionRequest:
     grammar: Grammar | None = None
     prediction: str | None = None
     """What the text is expected to be."""
+    tools: Tools | None = None
     trace: bool = False
     """Whether chunks say where each token came from."""
 
@@ -79,6 +81,7 @@ def read_request(body: dict[str, Any], *, chat: bool, max_choices: int = 1024) -
     wants: dict[str, Any] = {"chat": chat}
     if chat:
         wants["messages"] = _messages(left.pop("messages", None))
+        wants["tools"] = read_tools(left)
         wants["max_new_tokens"] = _max_tokens(left)
         wants["top_logprobs"] = _chat_logprobs(left)
     else:
@@ -99,7 +102,10 @@ def read_request(body: dict[str, Any], *, chat: bool, max_choices: int = 1024) -
         raise RequestError("conflicting_parameters", param="prediction", names='prediction and "speculative": "off"')
     wants["params"] = _sampling(left)
     wants["grammar"] = _grammar(left)
-    _check_ends(wants["params"], wants["max_new_tokens"], wants["grammar"])
+    tools = wants.get("tools")
+    if wants["grammar"] is not None and tools is not None:
+        raise RequestError("conflicting_parameters", param="tools", names="tools and response_format, regex or grammar")
+    _check_ends(wants["params"], wants["max_new_tokens"], wants["grammar"] is not None or bool(tools and tools.forced))
     _refuse_rest(left, wants["n"], chat)
     return CompletionRequest(**wants)
 
@@ -177,20 +183,23 @@ def _messages(value: Any) -> Messages:
         raise missing("messages", allowed)
     if not isinstance(value, list):
         raise invalid_value("messages", value, allowed)
-    return [_message(message, f"messages[{number}]") for number, message in enumerate(value)]
+    named: dict[str, str] = {}
+    return [_message(message, f"messages[{number}]", named) for number, message in enumerate(value)]
 
 
-def _message(message: Any, where: str) -> dict[str, str]:
+def _message(message: Any, where: str, named: dict[str, str]) -> dict[str, Any]:
     if not isinstance(message, dict) or message.get("role") not in _ROLES:
         raise invalid_value(where, message, f"objects with content and a role of {', '.join(_ROLES)}")
+    about_calls = read_calls(message, where, named)
     for name, value in message.items():
-        if name not in ("role", "content", "name") and value not in (None, [], ""):
+        if name not in ("role", "content", "name", *about_calls) and value not in (None, [], ""):
             raise unsupported(f"{where}.{name}")
     if not isinstance(message.get("name"), str | None):
         raise invalid_value(f"{where}.name", message["name"], "a string")
     role = "system" if message["role"] == "developer" else message["role"]
     content = message.get("content")
-    return {"role": role, "content": _content("" if content is None and role == "assistant" else content, where)}
+    written = _content("" if content is None and role == "assistant" else content, where)
+    return {"role": role, "content": written, **about_calls}
 
 
 def _content(content: Any, where: str) -> str:
@@ -306,11 +315,11 @@ def _sampling(left: dict[str, Any]) -> SamplingParams:
         raise from_library(error, sampling_name(error)) from None
 
 
-def _check_ends(params: SamplingParams, max_new_tokens: int | None, grammar: Grammar | None) -> None:
+def _check_ends(params: SamplingParams, max_new_tokens: int | None, constrained: bool) -> None:
     """Refuse texts that could not end."""
     if params.min_tokens > (max_new_tokens or _MOST_TOKENS):
         raise invalid_value("min_tokens", params.min_tokens, f"at most max_tokens, which is {max_new_tokens}")
-    if grammar is not None and (params.min_tokens or params.ignore_eos):
+    if constrained and (params.min_tokens or params.ignore_eos):
         name = "min_tokens" if params.min_tokens else "ignore_eos"
         raise RequestError("conflicting_parameters", param=name, names=f"{name} and a grammar")
 
@@ -336,5 +345,8 @@ _SHARED_NAMES = {
     "model", "n", "seed", "stop", "stream", "stream_options", "speculative", "response_format", "grammar", "regex",
     "prediction", "top_k", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", *_NUMBERS,
 }  # fmt: skip
-CHAT_NAMES = {"messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs", *_SHARED_NAMES}
+CHAT_NAMES = {
+    "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs",
+    "tools", "tool_choice", "parallel_tool_calls", *_SHARED_NAMES,
+}  # fmt: skip
 COMPLETION_NAMES = {"prompt", "max_tokens", "logprobs", *_SHARED_NAMES}

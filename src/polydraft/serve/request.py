@@ -11,6 +11,7 @@ import torch
 from polydraft.engine import Decoder
 from polydraft.engine.sequence import Emitted, TokenSequence
 from polydraft.models.placement import agreed
+from polydraft.serve.parsing import Parser
 
 AUTO, OFF = "auto", "off"
 _GRAMMAR, _PREDICTION = "+grammar", "+prediction"
@@ -44,6 +45,8 @@ class Request:
     """Whether its sequences follow a grammar."""
     predicted: bool = False
     """Whether it says what it expects its texts to be."""
+    parsers: Sequence[Parser] = ()
+    """What takes the text of each sequence apart, where it may have parts."""
     arrived: float = field(default_factory=time.perf_counter)
     admitted: dict[int, float] = field(default_factory=dict)
     """When each sequence got its slot."""
@@ -150,15 +153,16 @@ class Lockstep:
     def _unpacked(self, speculative: str, texts: list[dict[str, Any]]) -> Request:
         sequences = []
         for text in texts:
-            generator, stop = torch.Generator(), text.pop("stop")
+            generator, written = torch.Generator(), text.pop("written")
             generator.set_state(text.pop("state"))
-            sequences.append(TokenSequence(generator=generator, assembler=self._decoder.assembler(stop), **text))
+            sequences.append(TokenSequence(generator=generator, assembler=self._decoder.assembler(*written), **text))
         return Request(sequences, speculative)
 
 
 def _packed(request: Request) -> tuple[str, list[dict[str, Any]]]:
     assert not request.constrained, "grammars are refused in tensor-parallel processes"
     return request.speculative, [
-        {name: getattr(one, name) for name in _CARRIED} | {"state": one.generator.get_state(), "stop": one.assembler.stop}
+        {name: getattr(one, name) for name in _CARRIED}
+        | {"state": one.generator.get_state(), "written": (one.assembler.stop, one.assembler.markers)}
         for one in request.sequences
     ]

@@ -13,6 +13,7 @@ from polydraft.engine import StopReason, TokenSequence
 from polydraft.engine.sequence import TokenLogprob
 from polydraft.engine.stats import TARGET
 from polydraft.ngrams.prediction import PREDICTION
+from polydraft.serve.parsing import CALL, CONTENT, REASONING, Piece
 from polydraft.serve.protocol import CompletionRequest
 from polydraft.serve.request import OFF, Progress, Request
 
@@ -43,10 +44,17 @@ class ResponseBuilder:
         prefix = "chatcmpl" if wanted.chat else "cmpl"
         self._head = {"id": f"{prefix}-{secrets.token_hex(12)}", "object": kind, "created": int(time.time()), "model": model}
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in self._sequences]
+        self._parsers = request.parsers
+        self._pieces: list[list[Piece]] = [[] for _ in self._sequences]
+        """What the last event told of each answer, for chunks, or all events, for the complete answer."""
 
     def add(self, progress: Progress) -> None:
-        """Keep what the complete answer needs of an event."""
+        """Keep what the answer needs of an event."""
         self._logprobs[progress.index] += progress.emitted.logprobs
+        if self._parsers:
+            text, last = "".join(progress.emitted.pieces), progress.emitted.stop_reason is not None
+            found = self._parsers[progress.index].add(text, last)
+            self._pieces[progress.index] = found if self._wanted.stream else self._pieces[progress.index] + found
 
     @property
     def usage(self) -> dict[str, Any]:
@@ -67,9 +75,10 @@ class ResponseBuilder:
         choices = []
         for index, sequence in enumerate(self._sequences):
             text = sequence.assembler.text
-            body = {"message": {"role": "assistant", "content": text}} if self._wanted.chat else {"text": text}
+            parts = self._parts(index) if self._parsers else {"content": text}
+            body = {"message": {"role": "assistant", "content": None, **parts}} if self._wanted.chat else {"text": text}
             logprobs = self._logprob_object(sequence.new_tokens, self._logprobs[index])
-            choices.append({"index": index, **body, "logprobs": logprobs, **self._end(sequence)})
+            choices.append({"index": index, **body, "logprobs": logprobs, **self._end(index)})
         return {**self._head, "choices": choices, "usage": self.usage}
 
     def opening_chunks(self) -> list[dict[str, Any]]:
@@ -81,10 +90,11 @@ class ResponseBuilder:
 
     def chunk(self, progress: Progress) -> dict[str, Any]:
         """Return the chunk of one event."""
-        emitted, sequence = progress.emitted, self._sequences[progress.index]
+        emitted = progress.emitted
         text = "".join(emitted.pieces)
         choice: dict[str, Any] = {"index": progress.index}
-        choice |= {"delta": {"content": text}} if self._wanted.chat else {"text": text}
+        delta = self._parts(progress.index) if self._parsers else {"content": text}
+        choice |= {"delta": delta} if self._wanted.chat else {"text": text}
         choice["logprobs"] = self._logprob_object(emitted.token_ids, emitted.logprobs)
         if self._wanted.trace:
             pairs = zip(emitted.pieces, emitted.sources, strict=True)
@@ -94,7 +104,7 @@ class ResponseBuilder:
                 "accepted": emitted.accepted,
                 "tree": [[parent, None if token < 0 else self._token_texts(token)[0]] for parent, token in emitted.tree],
             }
-        return self._chunk(choice | (self._end(sequence) if emitted.stop_reason is not None else {"finish_reason": None}))
+        return self._chunk(choice | (self._end(progress.index) if emitted.stop_reason is not None else {"finish_reason": None}))
 
     def usage_chunk(self) -> dict[str, Any]:
         """Return the chunk that reports usage."""
@@ -108,9 +118,29 @@ class ResponseBuilder:
     def _chunk_head(self) -> dict[str, Any]:
         return {**self._head, "object": "chat.completion.chunk" if self._wanted.chat else "text_completion"}
 
-    def _end(self, sequence: TokenSequence) -> dict[str, Any]:
+    def _parts(self, index: int) -> dict[str, Any]:
+        """Return the pieces of an answer as the API has them, in a message or in a delta."""
+        parts: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        for piece in self._pieces[index]:
+            if piece.kind in (CONTENT, REASONING):
+                parts[piece.kind] = parts.get(piece.kind, "") + piece.text
+                continue
+            call = calls.setdefault(piece.call, {"index": piece.call} if self._wanted.stream else {})
+            if piece.kind == CALL:  # nine characters: Mistral's templates take no other ids
+                call |= {"id": secrets.token_hex(5)[:9], "type": "function", "function": {"name": piece.text, "arguments": ""}}
+            else:
+                function = call.setdefault("function", {"arguments": ""})
+                function["arguments"] += piece.text
+        return parts | ({"tool_calls": list(calls.values())} if calls else {})
+
+    def _end(self, index: int) -> dict[str, Any]:
+        sequence = self._sequences[index]
         assert sequence.stop_reason is not None
-        return {"finish_reason": _FINISH.get(sequence.stop_reason, "stop"), "speculation": self._speculation(sequence)}
+        reason = _FINISH.get(sequence.stop_reason, "stop")
+        if reason == "stop" and self._parsers and self._parsers[index].calls:
+            reason = "tool_calls"
+        return {"finish_reason": reason, "speculation": self._speculation(sequence)}
 
     def _speculation(self, sequence: TokenSequence) -> dict[str, Any]:
         """Report what drafting did for a sequence."""

@@ -19,13 +19,16 @@ from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_seed
 from polydraft.sampling.grammar import Grammar, Grammars
 from polydraft.serve.errors import RequestError, from_library, unsupported
+from polydraft.serve.forms import ChatForms, marker_tokens
 from polydraft.serve.lane import LaneOptions, fitting_tokens, with_speculation
 from polydraft.serve.metrics import Metrics
 from polydraft.serve.options import ServeOptions
+from polydraft.serve.parsing import Parser
 from polydraft.serve.protocol import CompletionRequest, sampling_name
 from polydraft.serve.request import AUTO, OFF, Lockstep, Request
 from polydraft.serve.responses import ResponseBuilder, TokenTexts
 from polydraft.serve.scheduler import Scheduler
+from polydraft.serve.tools import grammar_of, parser_of
 
 _USUAL_CHARACTERS = 16
 """Per token, and more than real texts have: so many characters per allowed token suffice to see that a text is too long."""
@@ -73,6 +76,8 @@ class Service:
         # Tokenizers are not thread-safe: the engine's thread, the event loop and the threads that encode have one each.
         self._encoder = Decoder(decoder.target, tokenizer=copy.deepcopy(decoder.tokenizer))
         self._encoding = threading.Lock()
+        self._forms = ChatForms.of(decoder.tokenizer)
+        self._markers = marker_tokens(decoder.tokenizer, self._forms, decoder.eos_token_ids)
         self._grammars: Grammars | None = None
         """Built at the first request for a grammar, which takes a second."""
         self._token_texts = TokenTexts(copy.deepcopy(decoder.tokenizer))
@@ -132,13 +137,36 @@ class Service:
         """Return the prompts as token ids; refuse those whose beginnings already have far more than `most`."""
         try:
             texts = (
-                [encoder.chat_text(wanted.messages)] if wanted.chat else [one for one in wanted.prompts if isinstance(one, str)]
+                [self._chat_text(encoder, wanted)] if wanted.chat else [one for one in wanted.prompts if isinstance(one, str)]
             )
             if most is not None and any(surely_exceeds(text, most, encoder.tokenizer) for text in texts):
                 raise self._too_long(f"more than {most}", wanted)
             return [encoder.encode_chat(texts[0])] if wanted.chat else [encoder.encode(prompt) for prompt in wanted.prompts]
         except UsageError as error:
             raise from_library(error, wanted.prompt_name) from None
+
+    def _chat_text(self, encoder: Decoder, wanted: CompletionRequest) -> str:
+        """Return the text of a conversation, with the tools that a model may call."""
+        if wanted.tools is None:
+            return encoder.chat_text(wanted.messages)
+        text = encoder.chat_text(wanted.messages, wanted.tools.rendered)
+        if not wanted.tools.forced:
+            if text == encoder.chat_text(wanted.messages):
+                raise RequestError("tools_unknown", param="tools", why="does not mention tools")
+            if not self._forms.has_calls:
+                raise RequestError("tools_unknown", param="tools", why="has calls of an unknown form")
+        return text
+
+    def _parsers(self, wanted: CompletionRequest) -> tuple[list[Parser], Grammar | None]:
+        """Return what takes the texts of a chat apart, one each, and the grammar of forced calls."""
+        if not wanted.chat or wanted.grammar is not None or not (wanted.tools or self._forms.may_have_parts):
+            return [], None
+        with self._encoding:
+            prompt = self._encoder.chat_text(wanted.messages, wanted.tools.rendered if wanted.tools else None)
+            tokens = self._encoder.tokenizer.added_tokens_encoder
+        return [parser_of(self._forms, wanted.tools, prompt) for _ in range(wanted.n)], (
+            grammar_of(self._forms, wanted.tools, prompt, tokens) if wanted.tools and wanted.tools.forced else None
+        )
 
     def prepare(self, wanted: CompletionRequest, loop: asyncio.AbstractEventLoop) -> Request:
         """Tokenize the prompts of a request, check what depends on the model, and make its sequences."""
@@ -147,17 +175,24 @@ class Service:
         with self._encoding:
             prompts = self._tokens(self._encoder, wanted, self.slot_tokens)
         self._check_prompts(prompts, wanted)
-        grammar = None if wanted.grammar is None else self._compiled(wanted.grammar)
+        parsers, forced = self._parsers(wanted)
+        asked = wanted.grammar or forced
+        grammar = None if asked is None else self._compiled(asked, "tools" if forced else None)
         seed = secrets.randbits(31) if wanted.seed is None else wanted.seed
         wanted = replace(wanted, params=self._with_prediction(wanted))
         texts = [prompt for prompt in prompts for _ in range(wanted.n)]
+        markers = self._markers if parsers else frozenset()
         limits = {id(prompt): self._limit(len(prompt), wanted) for prompt in prompts}
         return Request(
-            [self._sequence(text, limits[id(text)], row_seed(seed, row), wanted, grammar) for row, text in enumerate(texts)],
+            [
+                self._sequence(text, limits[id(text)], row_seed(seed, row), wanted, grammar, markers)
+                for row, text in enumerate(texts)
+            ],
             wanted.speculative,
             loop,
             constrained=grammar is not None,
             predicted=bool(wanted.params.predicted),
+            parsers=parsers,
         )
 
     def _check_prompts(self, prompts: list[list[int]], wanted: CompletionRequest) -> None:
@@ -193,9 +228,9 @@ class Service:
     def _too_long(self, length: str, wanted: CompletionRequest) -> RequestError:
         return RequestError("context_length_exceeded", param=wanted.prompt_name, length=length, most=self.slot_tokens)
 
-    def _compiled(self, grammar: Grammar) -> str:
-        """Compile a grammar."""
-        name = "response_format" if grammar.kind.startswith("json") else grammar.kind
+    def _compiled(self, grammar: Grammar, name: str | None) -> str:
+        """Compile a grammar; `name` is the parameter that it comes from, if it does not tell itself."""
+        name = name or ("response_format" if grammar.kind.startswith("json") else grammar.kind)
         if self.scheduler.lockstep is not None:
             raise unsupported(name, "where several processes share a model")
         try:
@@ -208,7 +243,13 @@ class Service:
             raise from_library(error, name, private=True) from None
 
     def _sequence(
-        self, prompt: list[int], limit: int, seed: int, wanted: CompletionRequest, grammar: str | None
+        self,
+        prompt: list[int],
+        limit: int,
+        seed: int,
+        wanted: CompletionRequest,
+        grammar: str | None,
+        markers: frozenset[int],
     ) -> TokenSequence:
         processor = None if grammar is None or self._grammars is None else self._grammars.processor(grammar, len(prompt))
         return self.decoder.sequence(
@@ -218,6 +259,7 @@ class Service:
             seeded=wanted.seed is not None,
             max_new_tokens=limit,
             stop=wanted.stop,
+            markers=markers,
             grammar=processor,
             max_positions=self.slot_tokens,
             traced=wanted.trace,

@@ -1,0 +1,172 @@
+"""How models write tool calls and reasoning: one table, looked up by what a chat template says."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import regex
+
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+"""What is around reasoning."""
+_NAME = r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?"
+_UNIT = re.compile(r'<[|/]?\w+\|?>|\[\w+\]|"\w+"|\S')
+"""What has no white space inside: a marker, a key, one character."""
+_ID = r'(?:\s*,\s*"id"\s*:\s*"\w*")?'
+"""Some models repeat ids that they saw in the conversation."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How calls are spelled whose arguments are JSON."""
+
+    marker: str
+    """Announces a call, anywhere in a text."""
+    call: tuple[str, str, str]
+    """What comes before the function's name, between it and the arguments, and after these."""
+    between: str = ""
+    """What separates calls."""
+    start: str = ""
+    end: str = ""
+    """What is around all calls."""
+    bare: str = ""
+    """What announces a call at the beginning of an answer, without the marker."""
+    close: str = ""
+    """Ends a call, if it has a marker of its own."""
+
+    @property
+    def text(self) -> str:
+        """All that it writes."""
+        return self.marker + self.start + "".join(self.call) + self.end
+
+    @cached_property
+    def head(self) -> Any:
+        """What comes before arguments, with any white space between its parts."""
+        before = _loose(self.call[0])
+        openings = {_loose(self.start), _loose(self.between), _loose(self.marker if self.bare else "")} - {""}
+        if openings:
+            before = rf"(?:(?:{'|'.join(sorted(openings))})\s*)?{before}"
+        return regex.compile(rf"{before}{_NAME}{_loose(self.call[1])}\s*(?=\{{)")
+
+    @cached_property
+    def tail(self) -> Any:
+        """What comes after arguments."""
+        after = (_ID + r"\s*" + _loose(self.call[2])) if self.call[2] else ""
+        more = rf"\s*(?:{_loose(self.end)}|(?={_loose(self.between)}))" if self.end else ""
+        return regex.compile(after + more)
+
+
+def _loose(text: str) -> str:
+    return r"\s*".join(map(regex.escape, _UNIT.findall(text)))
+
+
+LLAMA = Form("<|python_tag|>", ('{"name": "', '", "parameters": ', "}"), "; ", bare="{")
+_FORMS: Mapping[tuple[str, ...], Form] = {
+    ("[TOOL_CALLS]", "[ARGS]"): Form("[TOOL_CALLS]", ("[TOOL_CALLS]", "[ARGS]", "")),
+    ("[TOOL_CALLS]",): Form("[TOOL_CALLS]", ('{"name": "', '", "arguments": ', "}"), ", ", "[TOOL_CALLS][", "]"),
+    ("<tool_call>",): Form(
+        "<tool_call>", ('<tool_call>\n{"name": "', '", "arguments": ', "}\n</tool_call>"), "\n", close="</tool_call>"
+    ),
+    ("<|start_header_id|>", '"parameters": '): LLAMA,
+}
+"""By what a chat template has; the first that fits counts."""
+
+
+def _keyed(anchor: str, opening: str, closing: str, quote: str) -> dict[str, Any]:
+    """Describe calls of the form ``call:NAME{key:value}``, with marks of their own around strings."""
+    return {
+        "start_anchor": anchor,
+        "fields": {
+            "content": {"content": "text"},
+            "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
+            "tool_calls": {
+                "open_pattern": rf"{re.escape(opening)}call:(?P<name>[\w.-]+)",
+                "close": closing,
+                "repeats": True,
+                "content": "json",
+                "content_args": {"unquoted_keys": True, "string_delims": [[quote, quote]]},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+        },
+    }
+
+
+_TEMPLATES: Mapping[tuple[str, ...], dict[str, Any]] = {
+    ("<|tool_call>call:",): _keyed("<|turn>model\n", "<|tool_call>", "<tool_call|>", '<|"|>'),
+    ("<start_function_call>",): _keyed("<start_of_turn>model\n", "<start_function_call>", "<end_function_call>", "<escape>"),
+    ("<function=", "<tool_call>"): {
+        "start_anchor": "<|im_start|>assistant\n",
+        "fields": {
+            "content": {"content": "text"},
+            "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+            "tool_calls": {
+                "open_pattern": r"<tool_call>\s*<function=(?P<name>[\w.-]+)>",
+                "close_pattern": r"</function>\s*</tool_call>",
+                "repeats": True,
+                "content": "xml-inline",
+                "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+            },
+        },
+    },
+}
+"""Forms whose arguments are no JSON, as response templates: Gemma 4, FunctionGemma, Qwen3-Coder and Qwen 3.5."""
+
+
+@dataclass(frozen=True)
+class ChatForms:
+    """What is known of the answers that a chat template asks for.
+
+    Parameters
+    ----------
+    form : Form, optional
+    template : mapping, optional
+        A response template of transformers; it counts before the form.
+    thought : pair of str, optional
+        What is around reasoning.
+    """
+
+    form: Form | None = None
+    template: Mapping[str, Any] | None = None
+    thought: tuple[str, str] | None = None
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> "ChatForms":
+        """Look at a tokenizer's templates."""
+        templates = getattr(tokenizer, "chat_template", None) or ""
+        said = "".join(templates.values()) if isinstance(templates, Mapping) else templates
+        own = getattr(tokenizer, "response_template", None)
+        thought = next((pair for pair in THOUGHTS if pair[1] in said), None)
+        return cls(None if own else _first(_FORMS, said), own or _first(_TEMPLATES, said), thought)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether calls are found in texts that need not have any."""
+        return self.form is not None or self.template is not None
+
+    @property
+    def may_have_parts(self) -> bool:
+        """Whether there is more than content in an answer, even without tools."""
+        return self.template is not None or self.thought is not None
+
+    def thinks(self, prompt: str) -> bool:
+        """Whether a prompt has opened the reasoning."""
+        return self.thought is not None and prompt.rstrip().endswith(self.thought[0])
+
+    @property
+    def text(self) -> str:
+        """Everything in which a special token could be a marker."""
+        template = "" if self.template is None else json.dumps(self.template, ensure_ascii=False)
+        return "".join(self.thought or ()) + ("" if self.form is None else self.form.text) + re.sub(r"\\+", "", template)
+
+
+def _first(table: Mapping[tuple[str, ...], Any], said: str) -> Any:
+    return next((found for marks, found in table.items() if all(mark in said for mark in marks)), None)
+
+
+def marker_tokens(tokenizer: Any, forms: ChatForms, ends: Sequence[int]) -> frozenset[int]:
+    """Return the special tokens that mark parts of an answer: texts must show them."""
+    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return frozenset(number for number, one in added if one.special and str(one.content) in forms.text) - frozenset(ends)
