@@ -132,7 +132,9 @@ class Grammars:
             certain = bytes(matcher.compute_ff_bytes())
             if not certain:
                 return
-            if not matcher.consume_tokens(self._tokenizer.tokenize_bytes(certain)):
+            # Bytes do not spell special tokens, which are certain by themselves.
+            tokens = matcher.compute_ff_tokens() or self._tokenizer.tokenize_bytes(certain)
+            if not matcher.consume_tokens(tokens):
                 raise GrammarError(_reason(matcher))
 
     def processor(self, grammar: str, prompt_length: int) -> "GrammarProcessor":

@@ -25,7 +25,7 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATHS = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /metrics"
 _EXAMPLE = '{"prompt": "..."} or {"messages": [...]}'
-_TOKENIZE_NAMES = ("prompt", "messages", "model")
+_TOKENIZE_NAMES = ("prompt", "messages", "tools", "model")
 _PAGE_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
