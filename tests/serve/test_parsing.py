@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -38,7 +39,7 @@ def parser(form, prompt="", tools=TOOLS):
 
 def cut(text, places):
     ends = [0, *sorted(places), len(text)]
-    return [text[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+    return [text[start:end] for start, end in pairwise(ends)]
 
 
 def events(reader, pieces):
@@ -178,8 +179,9 @@ def test_a_tokenizers_own_response_template_counts_first():
 
 ALPHABET = [
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<tool", "[TOOL", "<",
-    '{"name": "weather", "arguments": ', '{"name": "time", "parameters": ', '{"name"', ": ", '"weather"', "weather", '"id": "a"',
-    '{"city": ', '"Paris"', '"', "\\", "{", "}", "[", "]", ",", ";", " ", "\n", "/", "é", "日本", "🙂", "7", "true", "word ",
+    '{"name": "weather", "arguments": ', '{"name": "time", "parameters": ', '{"name"', ": ", '"weather"', "weather",
+    '"id": "a"', '{"city": ', '"Paris"', '"', "\\", "{", "}", "[", "]", ",", ";", " ", "\n", "/", "é", "日本", "🙂", "7",
+    "true", "word ",
 ]  # fmt: skip
 
 

@@ -155,6 +155,7 @@ def test_required_calls_may_be_several(servers):
     for form in ("hermes", "mistral"):
         bias = {**leaning(servers(form), ["<end>"], -4), **leaning(servers(form), ["Ċ", ","], 12)}
         body = {"messages": MESSAGES, "tools": [TOOL, TIME], "tool_choice": "required", "seed": 2, "max_tokens": 150}
+        body |= {"parallel_tool_calls": True}
         ((_, _, calls), _), = whole(servers(form), body | {"logit_bias": bias})  # fmt: skip
         assert len(calls) > 1, form
         for name, arguments in calls[:-1]:

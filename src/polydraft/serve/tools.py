@@ -27,7 +27,8 @@ class Tools:
     """By name, as chat templates take them."""
     choice: str = AUTO
     """``"auto"``, ``"required"``, or the name of the function that must be called."""
-    parallel: bool = True
+    parallel: bool | None = None
+    """Whether there may be several calls; None for one where they are forced, since small models would not end."""
 
     @property
     def rendered(self) -> list[dict[str, Any]]:
@@ -42,7 +43,7 @@ class Tools:
 
 def parser_of(forms: ChatForms, tools: Tools | None, prompt: str) -> Parser:
     """Return what takes an answer to a prompt apart."""
-    names, parallel = ((), True) if tools is None else (tuple(tools.functions), tools.parallel)
+    names, parallel = ((), True) if tools is None else (tuple(tools.functions), tools.parallel is not False)
     forced = tools is not None and bool(tools.forced)
     if forms.template is not None and not forced:
         rendered = [] if tools is None else tools.rendered
@@ -91,10 +92,10 @@ def grammar_of(forms: ChatForms, tools: Tools, prompt: str, tokens: Mapping[str,
 
 def read_tools(left: dict[str, Any]) -> Tools | None:
     """Take what is about tools out of a chat's parameters; None for no tools, or none to be called."""
-    tools, choice, parallel = left.pop("tools", []), left.pop("tool_choice", AUTO), left.pop("parallel_tool_calls", True)
+    tools, choice, parallel = left.pop("tools", []), left.pop("tool_choice", AUTO), left.pop("parallel_tool_calls", None)
     if not isinstance(tools, list) or len(tools) > _MOST_TOOLS:
         raise invalid_value("tools", tools, f"a list of up to {_MOST_TOOLS} functions")
-    if not isinstance(parallel, bool):
+    if not isinstance(parallel, bool | None):
         raise invalid_value("parallel_tool_calls", parallel, "true, false")
     functions: dict[str, dict[str, Any]] = {}
     for number, tool in enumerate(tools):
