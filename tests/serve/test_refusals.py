@@ -30,8 +30,8 @@ LOOSE = [
 WRONG = [
     ({"mesages": MESSAGES}, "messages", 400),
     ({"messages": MESSAGES, "temprature": 1}, "temprature", 400),
-    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools", 400),
-    ({"messages": MESSAGES, "tool_choice": "auto"}, "tool_choice", 400),
+    ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0]", 400),
+    ({"messages": MESSAGES, "tool_choice": "sometimes"}, "tool_choice", 400),
     ({"messages": MESSAGES, "temperature": -1}, "temperature", 400),
     ({"messages": MESSAGES, "temperature": "hot"}, "temperature", 400),
     ({"messages": MESSAGES, "top_p": 0}, "top_p", 400),
