@@ -92,12 +92,15 @@ class Parser:
             text = self._pieces.pop().text + text
         self._pieces.append(Piece(kind, text, call))
 
+    def _is_call(self, name: Any, arguments: Any) -> bool:
+        return isinstance(name, str) and name in self.names and isinstance(arguments, Mapping)
+
     def _tell_whole(self, name: Any, arguments: Any) -> bool:
         """Tell of a call that is complete, unless it is none."""
-        if name not in self.names or not isinstance(arguments, Mapping):
+        if not self._is_call(name, arguments):
             return False
         self._tell_call(name)
-        self._append(ARGUMENTS, json.dumps(arguments, ensure_ascii=False))
+        self._append(ARGUMENTS, json.dumps(arguments))  # in ASCII: models also write halves of surrogate pairs
         self._complete += 1
         return True
 
@@ -196,7 +199,7 @@ class FormParser(Parser):
             if not found and not last:
                 return False
             call = _loaded(inside) if found else None
-            if isinstance(call, Mapping) and call.get("name") in self.names and isinstance(call.get("arguments"), Mapping):
+            if isinstance(call, Mapping) and self._is_call(call.get("name"), call.get("arguments")):
                 self._tell(CONTENT, self._buffer[:at])
                 self._tell_whole(call["name"], call["arguments"])
                 self._buffer, self._leads = after, ()
