@@ -1,5 +1,6 @@
 """The one loop: sequences in slots, round after round, until every text has ended."""
 
+import math
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -9,8 +10,9 @@ from dataclasses import replace
 import torch
 
 from polydraft.engine.graphs import DeviceClock, Launched
+from polydraft.engine.logprobs import token_logprobs
 from polydraft.engine.outcome import RowOutcome
-from polydraft.engine.sequence import Emitted, StopReason, TokenLogprob, TokenSequence
+from polydraft.engine.sequence import Emitted, StopReason, TokenSequence
 from polydraft.engine.slots import Slots
 from polydraft.engine.stats import TARGET, Pace, Stats
 from polydraft.engine.workspace import Workspace, device_failure
@@ -120,8 +122,9 @@ class Engine:
             with self.undivided():
                 if not self._launched:
                     self._admit(awaited)
-                    if not any(self.slots.active()):
-                        return []
+                    ended = self._end_read()
+                    if ended or not any(self.slots.active()):
+                        return ended
                     self._launched.append(self._launch())
                 now = self._launched[0]
                 if len(self._launched) == 1 and self._runs_ahead(now):
@@ -197,18 +200,39 @@ class Engine:
         }
         longest = max(sequence.end for sequence in self.slots.running())
         self._share()
+        read = {slot: self.slots[slot] for slot in rows}
+        wishes = {slot: own for slot, own in read.items() if own is not None and own.prompt_top_logprobs is not None}
+        unread = [slot for slot in new if slot in wishes]
+        if not (keep or self._reuse):
+            unread = list(range(len(self.slots))) if first else new
         with self.stats.clock("prefill"), self._reading.running():
             self.workspace.begin(
                 self.slots.texts(),
                 longest,
                 rows=range(len(self.slots)) if first else rows,
-                unread=() if keep or self._reuse else range(len(self.slots)) if first else new,
+                unread=unread,
                 keep=keep,
                 params=self.workspace.params.replaced(params),
+                wishes=wishes,
             )
             self.workspace.activate(active)
             self.workspace.watch(any(one is not None and (one.traced or one.top_logprobs is not None) for one in self.slots))
         self.walk = self._chosen_walk()
+
+    def _end_read(self) -> list[Emitted]:
+        """End texts that ask for nothing after their prompts."""
+        ended = list[Emitted]()
+        for slot, (sequence, active) in enumerate(zip(self.slots, self.slots.active(), strict=True)):
+            if sequence is None or not active or sequence.max_new_tokens:
+                continue
+            if any(math.isnan(one.logprob) for one in sequence.prompt_logprobs):
+                ended.append(self._failed(slot, sequence, Fault.TARGET))
+            else:
+                sequence.cut(StopReason.LENGTH, 0)
+                ended.append(Emitted(sequence.row, [], [], [], sequence.stop_reason))
+        if ended:
+            self._release()
+        return ended
 
     def _chosen_walk(self) -> Walk:
         if isinstance(self._wish, Walk):
@@ -257,7 +281,8 @@ class Engine:
                 continue
             one = replace(sequence.take(row.tokens, [*sources[slot], TARGET]), accepted=row.accepted, drafted=row.drafted)
             if sequence.top_logprobs is not None:
-                one.logprobs.extend(self._logprobs(slot, one.token_ids, sequence.top_logprobs))
+                logits_DV = self.workspace.path_logits(slot, len(one.token_ids))
+                one.logprobs.extend(token_logprobs(logits_DV, one.token_ids, sequence.top_logprobs))
             if sequence.traced:
                 one.tree.extend(self.workspace.last_tree(slot))
             counted = row.accepted, row.offered, row.longest, row.branch
@@ -296,14 +321,6 @@ class Engine:
                 self.workspace.retire(self.slots.texts(), self.slots.active())
                 while self._spoilt:
                     self.workspace.clear(self._spoilt.pop())
-
-    def _logprobs(self, slot: int, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
-        """Return what the target itself thought of the tokens that a round brought."""
-        logprobs_DV = torch.log_softmax(self.workspace.path_logits(slot, len(tokens)), dim=-1)
-        values_DK, tokens_DK = logprobs_DV.topk(min(top, logprobs_DV.shape[1]), dim=-1)
-        own_D = logprobs_DV[torch.arange(len(tokens)), torch.tensor(tokens, device=logprobs_DV.device)]
-        likeliest = [list(zip(*pair, strict=True)) for pair in zip(tokens_DK.tolist(), values_DK.tolist(), strict=True)]
-        return [TokenLogprob(*pair) for pair in zip(own_D.tolist(), likeliest, strict=True)]
 
     def _failed(self, slot: int, sequence: TokenSequence, fault: Fault) -> Emitted:
         """End a sequence whose round failed; raise the failure unless sequences fail alone."""

@@ -115,6 +115,7 @@ class SequenceOptions(TypedDict, total=False):
     stops_after: Callable[[Sequence[int]], bool] | None
     traced: bool
     top_logprobs: int | None
+    prompt_top_logprobs: int | None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -129,6 +130,7 @@ class TokenSequence:
     generator: torch.Generator
     """Of its own: a text depends neither on its slot nor on its company."""
     max_new_tokens: int
+    """With 0 it ends as soon as its prompt is read."""
     eos_token_ids: frozenset[int] = frozenset()
     """The model's own; once it is made, all that end it."""
     assembler: TextAssembler = field(default_factory=lambda: TextAssembler(None, ()))
@@ -143,6 +145,8 @@ class TokenSequence:
     """Whether to show its trees."""
     top_logprobs: int | None = None
     """How many of the likeliest tokens to tell beside each one's log-probability; None for no log-probabilities."""
+    prompt_top_logprobs: int | None = None
+    """The same of the prompt's tokens, which are then read from the first, whatever is known of them."""
     row_params: SamplingParams = field(init=False)
     """The same, with the tokens that end it, and logits processors that are not asked what follows the end."""
     tokens: list[int] = field(init=False)
@@ -152,6 +156,8 @@ class TokenSequence:
     stop_reason: StopReason | None = field(init=False, default=None)
     failure: Exception | None = field(init=False, default=None)
     """Why it failed."""
+    prompt_logprobs: list[TokenLogprob] = field(init=False, default_factory=list)
+    """Of each token of the prompt but the first, which follows nothing; complete before the first new token."""
     speculation: Speculation = field(init=False, default_factory=Speculation)
     """What drafting did for it."""
 

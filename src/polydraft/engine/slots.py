@@ -73,7 +73,7 @@ class Slots:
     def take(self, sequence: TokenSequence, free: list[int]) -> tuple[int, int]:
         """Let a text into a free slot; return it, and how many tokens of the prompt the memories know there already."""
         place, known = 0, 0  # of equal ones the first
-        if self._reuse:
+        if self._reuse and sequence.prompt_top_logprobs is None:  # such a prompt is read from its beginning
             texts = self.texts()
             shared = [common_prefix(texts[slot], sequence.prompt) for slot in free]
             known = max(shared)

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -12,7 +12,9 @@ from torch import Tensor
 from polydraft.devices import captures
 from polydraft.draft import Drafter
 from polydraft.engine.graphs import GraphCache, Launcher
+from polydraft.engine.logprobs import PromptReader
 from polydraft.engine.round import State
+from polydraft.engine.sequence import TokenSequence
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import Context, LanguageModel, Memory
 from polydraft.models.language_model import PREFILL_CHUNK
@@ -193,6 +195,7 @@ class Workspace:
         unread: Sequence[int],
         keep: bool,
         params: RowParams,
+        wishes: Mapping[int, TokenSequence],
     ) -> None:
         """Read new texts, which may grow to `longest` tokens.
 
@@ -208,13 +211,16 @@ class Workspace:
             Let drafters use what they have learnt of earlier texts.
         params : RowParams
             Of all rows, from now on.
+        wishes : mapping from row to TokenSequence
+            Those of which log-probabilities are noted while they are read.
         """
         self.params = params
         for context in self.contexts:
             context.span = None
         self.memory.context.graphs = self.launcher.graphs
         reading = self.session.prepare(texts, longest, rows, unread, keep)
-        self.memory.align(texts, longest, reading.limits, reading.observer)
+        observer = PromptReader(self.target, wishes, reading.observer) if wishes else reading.observer
+        self.memory.align(texts, longest, reading.limits, observer)
         self.session.begin(texts, longest, rows, params)
         state = self.state
         if state is None:
@@ -280,7 +286,7 @@ class Workspace:
         """Return the target's own logits, `[count, V]`, of the first tokens that the last round brought a row."""
         path_BDF = self.begun.path_features_BDF
         assert path_BDF is not None, "rounds keep them where they are asked to"
-        return self.target.head(path_BDF[row, :count]).float()
+        return self.target.head(path_BDF[row, :count])
 
     def last_tree(self, row: int) -> list[tuple[int, int]]:
         """Return the candidates of the last round's tree in a row, the root first: parents and tokens.

@@ -18,12 +18,18 @@ from polydraft.errors import PolydraftError, shown, unknown_name
 from polydraft.serve.errors import RequestError, error_object, reason_of, status_of
 from polydraft.serve.middleware import AdmissionMiddleware
 from polydraft.serve.protocol import read_request
+from polydraft.serve.response_api import read_response_request
 from polydraft.serve.service import Service
 from polydraft.serve.streaming import CompletionResponse
 
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_PATHS = "/v1/chat/completions, /v1/completions, /v1/models, /tokenize, /metrics"
+_PATHS = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize, /metrics"
+_ELSEWHERE = re.compile(
+    "/v1/(embeddings|audio|images|videos|moderations|rerank|score|files|uploads|batches|fine_tuning|assistants|threads|vector_stores"
+    "|conversations|realtime|responses)(/|$)"
+)
+"""Paths of the API that other servers have."""
 _EXAMPLE = '{"prompt": "..."} or {"messages": [...]}'
 _TOKENIZE_NAMES = ("prompt", "messages", "tools", "model")
 _PAGE_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
@@ -48,6 +54,10 @@ class Handlers:
     async def completions(self, request: Request) -> Any:
         """Continue texts."""
         return await self._complete(request, chat=False)
+
+    async def responses(self, request: Request) -> Any:
+        """Continue a conversation, in the API's newer form."""
+        return CompletionResponse(self._service, *read_response_request(await self._body(request)))
 
     async def _complete(self, request: Request, *, chat: bool) -> Any:
         most = self._service.options.max_choices
@@ -132,7 +142,8 @@ def _refuse_constant(name: str) -> float:
 
 async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        code = "method_not_allowed" if error.status_code == 405 else "not_found"
+        known = "not_served" if _ELSEWHERE.match(request.url.path) else "not_found"
+        code = "method_not_allowed" if error.status_code == 405 else known
         names = {"path": shown(request.url.path), "method": request.method, "paths": _PATHS}
         error = RequestError(code, reason=error.detail, **names)
     request.scope["state"]["reason"] = reason_of(error)
@@ -146,6 +157,7 @@ def make_app(service: Service) -> ASGIApp:
         routes=[
             Route("/v1/chat/completions", handlers.chat, methods=post),
             Route("/v1/completions", handlers.completions, methods=post),
+            Route("/v1/responses", handlers.responses, methods=post),
             Route("/v1/models", handlers.models, methods=get),
             Route("/v1/models/{name:path}", handlers.model, methods=get),
             Route("/tokenize", handlers.tokenize, methods=post),

@@ -20,6 +20,7 @@ _ERRORS = {
     "too_many_bytes": (429, "too many large requests at the same time; try again later"),
     "wrong_content_type": (415, "content type {kind}; allowed: application/json"),
     "not_found": (404, "no path {path}; see {paths}"),
+    "not_served": (404, "{path} is not served here: this server generates text, and keeps nothing; it has {paths}"),
     "method_not_allowed": (405, "{method} is not allowed for {path}; see {paths}"),
     # The body: `app`.
     "request_too_slow": (408, "the request took too long to arrive; send it faster"),
@@ -75,6 +76,12 @@ class RequestError(PolydraftError):
         self.status, message = _ERRORS[code]
         super().__init__(message.format(**values))
         self.code, self.param, self.reason = code, param, reason or str(self)
+
+    def rename(self, name: str | None) -> None:
+        """Call the parameter what the client called it, if that was another name."""
+        if name is not None and self.param is not None:
+            self.args, self.reason = (str(self).replace(self.param, name),), self.reason.replace(self.param, name)
+            self.param = name
 
     @property
     def may_retry(self) -> bool:

@@ -24,6 +24,7 @@ _PLAIN_LENGTH = 16
 """The API's default for completions."""
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
+_WHY = {"suffix": "by this server, which continues texts and does not fill gaps in them"}
 _SPECULATIVE = '"auto", "off", or {"tree": "4x2x1", "trace": true}'
 _OF_DRAFTING = ("tree", "trace", "scheme", "walk", "drafter", "draft")
 _ABOUT_DRAFTING = f'a request chooses how to draft with "speculative": {_SPECULATIVE}; the rest are flags of polydraft serve'
@@ -54,6 +55,10 @@ class CompletionRequest:
     stream: bool = False
     include_usage: bool = False
     top_logprobs: int | None = None
+    echo: bool = False
+    """Whether completions begin with their prompts, log-probabilities included."""
+    prompt_name: str = "prompt"
+    """Name of the parameter that holds the prompt."""
     speculative: str = AUTO
     """``"auto"``, ``"off"``, or a tree."""
     grammar: Grammar | None = None
@@ -64,21 +69,18 @@ class CompletionRequest:
     """Whether chunks say where each token came from."""
 
     @property
-    def prompt_name(self) -> str:
-        """Name of the parameter that holds the prompt."""
-        return "messages" if self.chat else "prompt"
-
-    @property
     def num_texts(self) -> int:
         """Texts to generate."""
         return self.n * (1 if self.chat else len(self.prompts))
 
 
-def read_request(body: dict[str, Any], *, chat: bool, max_choices: int = 1024) -> CompletionRequest:
+def read_request(
+    body: dict[str, Any], *, chat: bool, max_choices: int = 1024, prompt_name: str | None = None
+) -> CompletionRequest:
     """Read the body of a request for a chat or for completions, of at most `max_choices` texts per prompt."""
     # Every reader below removes what it has read; whatever is left over is refused.
     left = {str(name): value for name, value in body.items() if value is not None}
-    wants: dict[str, Any] = {"chat": chat}
+    wants: dict[str, Any] = {"chat": chat, "prompt_name": prompt_name or ("messages" if chat else "prompt")}
     if chat:
         wants["messages"] = _messages(left.pop("messages", None))
         wants["tools"] = read_tools(left)
@@ -86,10 +88,11 @@ def read_request(body: dict[str, Any], *, chat: bool, max_choices: int = 1024) -
         wants["top_logprobs"] = _chat_logprobs(left)
     else:
         wants["prompts"] = _prompts(left.pop("prompt", None))
-        wants["max_new_tokens"] = _limit(left, "max_tokens", _PLAIN_LENGTH)
+        wants["max_new_tokens"] = _limit(left, "max_tokens", _PLAIN_LENGTH, least=0)
         if left.get("logprobs") is False:  # chats have it so
             del left["logprobs"]
         wants["top_logprobs"] = _whole(left, "logprobs", 0, _MOST_LOGPROBS, None)
+        wants["echo"] = _flag(left, "echo")
     wants["model"] = _text(left, "model")
     wants["n"] = _whole(left, "n", 1, max_choices, 1)
     wants["seed"] = _whole(left, "seed", -(2**63), 2**63 - 1, None)
@@ -115,7 +118,8 @@ def _refuse_rest(left: Mapping[str, Any], n: int, chat: bool) -> None:
         if changes_nothing(name, value, n):
             continue
         if name in KNOWN_ELSEWHERE:
-            raise unsupported(name, f"with the value {shown(value)}", f"{name} is not supported with this value")
+            where = _WHY.get(name, f"with the value {shown(value)}")
+            raise unsupported(name, where, f"{name} is not supported with this value")
         message = f"unknown parameter {name!r}; {_ABOUT_DRAFTING}"
         if name not in _OF_DRAFTING:
             message = str(unknown_name("parameter", name, CHAT_NAMES if chat else COMPLETION_NAMES))
@@ -155,10 +159,10 @@ def _text(left: dict[str, Any], name: str) -> str | None:
     return value
 
 
-def _limit(left: dict[str, Any], name: str, default: int | None = None) -> Any:
+def _limit(left: dict[str, Any], name: str, default: int | None = None, least: int = 1) -> Any:
     """Read how many tokens a text may get; None, or -1 in the request, for as many as fit."""
     value = _whole(left, name, -1, _MOST_TOKENS, default)
-    if value == 0:
+    if value == 0 < least:
         raise invalid_value(name, 0, f"whole numbers from 1 to {_MOST_TOKENS}, or -1 for as many as fit")
     return None if value == -1 else value
 
@@ -317,7 +321,7 @@ def _sampling(left: dict[str, Any]) -> SamplingParams:
 
 def _check_ends(params: SamplingParams, max_new_tokens: int | None, constrained: bool) -> None:
     """Refuse texts that could not end."""
-    if params.min_tokens > (max_new_tokens or _MOST_TOKENS):
+    if params.min_tokens > (_MOST_TOKENS if max_new_tokens is None else max_new_tokens):
         raise invalid_value("min_tokens", params.min_tokens, f"at most max_tokens, which is {max_new_tokens}")
     if constrained and (params.min_tokens or params.ignore_eos):
         name = "min_tokens" if params.min_tokens else "ignore_eos"
@@ -349,4 +353,4 @@ CHAT_NAMES = {
     "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs",
     "tools", "tool_choice", "parallel_tool_calls", *_SHARED_NAMES,
 }  # fmt: skip
-COMPLETION_NAMES = {"prompt", "max_tokens", "logprobs", *_SHARED_NAMES}
+COMPLETION_NAMES = {"prompt", "max_tokens", "logprobs", "echo", *_SHARED_NAMES}

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import Any
 
 from polydraft.draft.policy import REST_REASON
@@ -13,6 +14,7 @@ from polydraft.engine import StopReason, TokenSequence
 from polydraft.engine.sequence import TokenLogprob
 from polydraft.engine.stats import TARGET
 from polydraft.ngrams.prediction import PREDICTION
+from polydraft.serve.errors import error_object
 from polydraft.serve.parsing import CALL, CONTENT, REASONING, Piece
 from polydraft.serve.protocol import CompletionRequest
 from polydraft.serve.request import OFF, Progress, Request
@@ -36,6 +38,9 @@ class ResponseBuilder:
         Whether the server drafts at all.
     """
 
+    last = b"data: [DONE]\n\n"
+    """What follows the events of a stream."""
+
     def __init__(
         self, wanted: CompletionRequest, request: Request, *, model: str, token_texts: "TokenTexts", drafts: bool
     ) -> None:
@@ -47,6 +52,10 @@ class ResponseBuilder:
         self._parsers = request.parsers
         self._pieces: list[list[Piece]] = [[] for _ in self._sequences]
         """What the last event told of each answer, for chunks, or all events, for the complete answer."""
+        self._told = [0] * len(self._sequences)
+        """Characters of the tokens told so far, of texts whose log-probabilities are."""
+        self._unechoed = set(range(len(self._sequences))) if wanted.echo else set()
+        """Texts whose prompts are to be told."""
 
     def add(self, progress: Progress) -> None:
         """Keep what the answer needs of an event."""
@@ -74,28 +83,38 @@ class ResponseBuilder:
         """Return the complete answer."""
         choices = []
         for index, sequence in enumerate(self._sequences):
-            text = sequence.assembler.text
+            text, logprobs = self._tell(index, sequence.assembler.text, sequence.new_tokens, self._logprobs[index])
             parts = self._parts(index) if self._parsers else {"content": text}
             body = {"message": {"role": "assistant", "content": None, **parts}} if self._wanted.chat else {"text": text}
-            logprobs = self._logprob_object(sequence.new_tokens, self._logprobs[index])
             choices.append({"index": index, **body, "logprobs": logprobs, **self._end(index)})
         return {**self._head, "choices": choices, "usage": self.usage}
 
-    def opening_chunks(self) -> list[dict[str, Any]]:
-        """Return the chunks that open a stream."""
+    def opening(self) -> list[dict[str, Any]]:
+        """Return the events that open a stream."""
         if not self._wanted.chat:
             return []
         delta = {"role": "assistant", "content": ""}
         return [self._chunk({"index": index, "delta": delta}) for index in range(len(self._sequences))]
 
-    def chunk(self, progress: Progress) -> dict[str, Any]:
-        """Return the chunk of one event."""
+    def events(self, progress: Progress) -> list[dict[str, Any]]:
+        """Return the events of a stream that tell of what a round brought."""
+        return [self._progress_chunk(progress)]
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Return the events that end a stream."""
+        return [{**self._chunk_head, "choices": [], "usage": self.usage}] if self._wanted.include_usage else []
+
+    def failure(self, error: BaseException) -> dict[str, Any]:
+        """Return the event that ends a stream that failed."""
+        return error_object(error)
+
+    def _progress_chunk(self, progress: Progress) -> dict[str, Any]:
         emitted = progress.emitted
-        text = "".join(emitted.pieces)
+        text, logprobs = self._tell(progress.index, "".join(emitted.pieces), emitted.token_ids, emitted.logprobs)
         choice: dict[str, Any] = {"index": progress.index}
         delta = self._parts(progress.index) if self._parsers else {"content": text}
         choice |= {"delta": delta} if self._wanted.chat else {"text": text}
-        choice["logprobs"] = self._logprob_object(emitted.token_ids, emitted.logprobs)
+        choice["logprobs"] = logprobs
         if self._wanted.trace:
             pairs = zip(emitted.pieces, emitted.sources, strict=True)
             choice["trace"] = {
@@ -105,10 +124,6 @@ class ResponseBuilder:
                 "tree": [[parent, None if token < 0 else self._token_texts(token)[0]] for parent, token in emitted.tree],
             }
         return self._chunk(choice | (self._end(progress.index) if emitted.stop_reason is not None else {"finish_reason": None}))
-
-    def usage_chunk(self) -> dict[str, Any]:
-        """Return the chunk that reports usage."""
-        return {**self._chunk_head, "choices": [], "usage": self.usage}
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         usage = {"usage": None} if self._wanted.include_usage else {}
@@ -162,20 +177,42 @@ class ResponseBuilder:
             return "this server has no draft"
         return sequence.speculation.rested_because or REST_REASON
 
-    def _logprob_object(self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _tell(
+        self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]
+    ) -> tuple[str, dict[str, Any] | None]:
+        """Return what to tell of a text, and its log-probabilities; the first time after its prompt, if that is to be told."""
+        if index in self._unechoed:
+            self._unechoed.remove(index)
+            sequence = self._sequences[index]
+            sent = self._wanted.prompts[index // self._wanted.n]
+            prompt = sent if isinstance(sent, str) else self._token_texts.decoded(sequence.prompt)
+            # What the tokenizer adds to a text stands before it, and has no place in it.
+            self._told[index] = len(prompt) - sum(self._token_texts.length(token) for token in sequence.prompt)
+            text, tokens = prompt + text, sequence.tokens[: len(sequence.prompt) + len(tokens)]
+            logprobs = [None, *sequence.prompt_logprobs, *logprobs]
+        return text, self._logprob_object(index, tokens, logprobs)
+
+    def _logprob_object(
+        self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]
+    ) -> dict[str, Any] | None:
         """Return log-probabilities in the format of chats or of completions."""
         if self._wanted.top_logprobs is None:
             return None
         if self._wanted.chat:
             content = []
             for token, one in zip(tokens, logprobs, strict=True):
+                assert one is not None, "a chat tells no prompt"
                 top = [self._entry(*pair) for pair in one.top]
                 content.append({**self._entry(token, one.logprob), "top_logprobs": top})
             return {"content": content, "refusal": None}
+        lengths = [self._token_texts.length(token) for token in tokens]
+        ends = list(accumulate(lengths, initial=self._told[index]))
+        self._told[index] = ends.pop()
         return {
             "tokens": [self._token_texts(token)[0] for token in tokens],
-            "token_logprobs": [one.logprob for one in logprobs],
-            "top_logprobs": [self._by_text(one.top) for one in logprobs],
+            "token_logprobs": [None if one is None else one.logprob for one in logprobs],
+            "top_logprobs": [None if one is None else self._by_text(one.top) for one in logprobs],
+            "text_offset": [max(end, 0) for end in ends],
         }
 
     def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
@@ -209,12 +246,17 @@ class TokenTexts:
             self._known[token] = text, self._bytes(token, text)
         return self._known[token]
 
+    def length(self, token: int) -> int:
+        """Return how many characters begin in a token: where several share one, the first of them has it."""
+        return sum(byte & 0xC0 != 0x80 for byte in self(token)[1])
+
     def _text(self, token: int) -> str:
         """Decode it after another token: many tokenizers drop a leading space, which would make some tokens look the same."""
-        before, both = self._decoded(self._before), self._decoded([*self._before, token])
-        return both[len(before) :] if both.startswith(before) else self._decoded([token])
+        before, both = self.decoded(self._before), self.decoded([*self._before, token])
+        return both[len(before) :] if both.startswith(before) else self.decoded([token])
 
-    def _decoded(self, tokens: list[int]) -> str:
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """Return the text of several tokens."""
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     @cached_property

@@ -6,6 +6,7 @@ import json
 import secrets
 import threading
 from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 from polydraft.devices import captures
@@ -33,6 +34,8 @@ from polydraft.serve.tools import grammar_of, parser_of
 _USUAL_CHARACTERS = 16
 """Per token, and more than real texts have: so many characters per allowed token suffice to see that a text is too long."""
 _USUAL_PARAMS = (SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=0))
+
+Builds = Callable[..., ResponseBuilder]
 
 
 class Service:
@@ -90,14 +93,14 @@ class Service:
         if name is not None and name not in self.names:
             raise RequestError("model_not_found", param="model", name=shown(name), served=", ".join(map(repr, self.names)))
 
-    async def submit(self, wanted: CompletionRequest) -> tuple[Request, ResponseBuilder]:
-        """Queue a request."""
+    async def submit(self, wanted: CompletionRequest, build: Builds = ResponseBuilder) -> tuple[Request, ResponseBuilder]:
+        """Queue a request, and make the builder of its answer."""
         self.check_model(wanted.model)
         self._check_tree(wanted.speculative)
         request = await asyncio.to_thread(self.prepare, wanted, asyncio.get_running_loop())
         self.scheduler.submit(request)
         drafts = not isinstance(self.decoder.drafter, Plain)
-        return request, ResponseBuilder(wanted, request, model=self.model, token_texts=self._token_texts, drafts=drafts)
+        return request, build(wanted, request, model=self.model, token_texts=self._token_texts, drafts=drafts)
 
     def _check_tree(self, speculative: str) -> None:
         if speculative in (AUTO, OFF):
@@ -264,6 +267,7 @@ class Service:
             max_positions=self.slot_tokens,
             traced=wanted.trace,
             top_logprobs=wanted.top_logprobs,
+            prompt_top_logprobs=wanted.top_logprobs if wanted.echo else None,
         )
 
 

@@ -3,20 +3,19 @@
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from starlette.types import Receive, Scope, Send
 
 from polydraft.errors import PolydraftError
-from polydraft.serve.errors import RequestError, error_event, reason_of, send_error
+from polydraft.serve.errors import RequestError, reason_of, send_error
 from polydraft.serve.protocol import CompletionRequest
 from polydraft.serve.request import Progress, Request
 from polydraft.serve.responses import ResponseBuilder
-from polydraft.serve.service import Service
+from polydraft.serve.service import Builds, Service
 
 _LOGGER = logging.getLogger("polydraft.serve")
-_DONE = b"data: [DONE]\n\n"
 _END = {"type": "http.response.body", "body": b""}
 
 
@@ -31,10 +30,12 @@ class CompletionResponse:
     ----------
     service : Service
     wanted : CompletionRequest
+    build : callable
+        Makes the builder of the answer.
     """
 
-    def __init__(self, service: Service, wanted: CompletionRequest) -> None:
-        self._service, self._options, self._wanted = service, service.options, wanted
+    def __init__(self, service: Service, wanted: CompletionRequest, build: Builds = ResponseBuilder) -> None:
+        self._service, self._options, self._wanted, self._build = service, service.options, wanted, build
         self._request: Request | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -65,7 +66,7 @@ class CompletionResponse:
         timeout, begun = asyncio.timeout(self._options.request_seconds), False
         try:
             async with timeout:
-                self._request, builder = await self._service.submit(self._wanted)
+                self._request, builder = await self._service.submit(self._wanted, self._build)
                 events = _events(self._request, builder)
                 if self._wanted.stream:
                     first = await anext(events)  # a request that fails before its first token still gets a status
@@ -87,7 +88,7 @@ class CompletionResponse:
                 _LOGGER.error("request %s failed", scope["state"]["request_id"], exc_info=error)
             if begun:
                 scope["state"]["level"] = logging.ERROR  # the status, which is already sent, says 200
-                await self._send(send, error_event(error))
+                await self._send(send, _framed([builder.failure(error)]))
                 await send(_END)
             else:
                 await send_error(error, send, self._headers(error))
@@ -98,12 +99,10 @@ class CompletionResponse:
         return ()
 
     async def _stream(self, send: Send, first: Progress, events: AsyncIterator[Progress], builder: ResponseBuilder) -> None:
-        opening = b"".join(map(_event, builder.opening_chunks()))
-        await self._send(send, opening + _event(builder.chunk(first)))
+        await self._send(send, _framed([*builder.opening(), *builder.events(first)]))
         async for progress in events:
-            await self._send(send, _event(builder.chunk(progress)))
-        usage = _event(builder.usage_chunk()) if self._wanted.include_usage else b""
-        await self._send(send, usage + _DONE)
+            await self._send(send, _framed(builder.events(progress)))
+        await self._send(send, _framed(builder.closing()) + builder.last)
         await send(_END)
 
     async def _send(self, send: Send, body: bytes, *, whole: bool = False) -> None:
@@ -151,5 +150,8 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-def _event(content: dict[str, Any]) -> bytes:
-    return b"data: " + json.dumps(content, ensure_ascii=False).encode() + b"\n\n"
+def _framed(events: Sequence[dict[str, Any]]) -> bytes:
+    """Return events as a stream has them; those with a type have its name."""
+    names = (f"event: {event['type']}\n" if "type" in event else "" for event in events)
+    lines = [f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n" for name, event in zip(names, events, strict=True)]
+    return "".join(lines).encode()

@@ -1,0 +1,57 @@
+"""What the target itself thinks of tokens: of those that rounds bring, and of a prompt's while it is read."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from polydraft.engine.sequence import TokenLogprob, TokenSequence
+from polydraft.models import LanguageModel
+from polydraft.models.language_model import Observer
+
+_MOST_AT_ONCE = 64
+"""Tokens of a prompt whose logits exist at the same time: a large vocabulary's take half a megabyte each."""
+
+
+def token_logprobs(logits_DV: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
+    """Return the log-probability of each token, given the logits before it, and those of the likeliest ones."""
+    logprobs_DV = torch.log_softmax(logits_DV.float(), dim=-1)
+    values_DK, tokens_DK = logprobs_DV.topk(min(top, logprobs_DV.shape[1]), dim=-1)
+    own_D = logprobs_DV[torch.arange(len(tokens)), torch.tensor(tokens, device=logprobs_DV.device)]
+    likeliest = [list(zip(*pair, strict=True)) for pair in zip(tokens_DK.tolist(), values_DK.tolist(), strict=True)]
+    return [TokenLogprob(*pair) for pair in zip(own_D.tolist(), likeliest, strict=True)]
+
+
+@dataclass(frozen=True)
+class PromptReader:
+    """Note the log-probabilities of prompts while the target reads them: an `Observer`.
+
+    Parameters
+    ----------
+    target : LanguageModel
+    wishes : mapping from row to TokenSequence
+        Those that ask for them.
+    also : Observer, optional
+        Who sees the features first.
+    """
+
+    target: LanguageModel
+    wishes: Mapping[int, TokenSequence]
+    also: Observer | None
+
+    def __call__(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
+        """See the features of some tokens of some rows."""
+        if self.also is not None:
+            self.also(rows, starts, counts, features_BTF)
+        for place, (start, count) in enumerate(zip(starts, counts, strict=True)):
+            if count and (sequence := self.wishes.get(rows.start + place)) is not None:
+                self._note(sequence, start, features_BTF[place, :count])
+
+    def _note(self, sequence: TokenSequence, start: int, features_TF: Tensor) -> None:
+        """Note what follows each of these tokens, less what is known: some drafters have a part's last token read twice."""
+        known, top = sequence.prompt_logprobs, sequence.prompt_top_logprobs
+        assert top is not None and start <= len(known), "a prompt that asks is read from its beginning"
+        for features_DF in torch.split(features_TF[len(known) - start :], _MOST_AT_ONCE):
+            following = sequence.prompt[len(known) + 1 :][: len(features_DF)]
+            known += token_logprobs(self.target.head(features_DF), following, top)
