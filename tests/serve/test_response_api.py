@@ -100,6 +100,8 @@ WRONG = [
     ({"input": "x", "conversation": "conv_1"}, "conversation"),
     ({"input": "x", "background": True}, "background"),
     ({"input": "x", "include": ["reasoning.encrypted_content"]}, "include"),
+    ({"input": "x", "tools": [{"type": "function", "name": "f"}]}, "tools"),
+    ({"input": [{"type": "function_call_output", "call_id": "1", "output": "x"}]}, "input[0] of type function_call_output"),
     ({"input": "x", "truncation": "auto"}, "truncation"),
     ({"input": "x", "instructions": 5}, "instructions"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),

@@ -2,16 +2,28 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from polydraft.engine.sequence import TokenLogprob, TokenSequence
 from polydraft.models import LanguageModel
 from polydraft.models.language_model import Observer
 
+if TYPE_CHECKING:
+    from polydraft.engine.sequence import TokenSequence
+
 _MOST_AT_ONCE = 64
 """Tokens of a prompt whose logits exist at the same time: a large vocabulary's take half a megabyte each."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """What the target itself thought of a token that it was given: before temperature, truncation, penalties and bias."""
+
+    logprob: float
+    top: list[tuple[int, float]]
+    """The likeliest tokens, with their log-probabilities, likeliest first."""
 
 
 def token_logprobs(logits_DV: Tensor, tokens: Sequence[int], top: int) -> list[TokenLogprob]:
@@ -37,7 +49,7 @@ class PromptReader:
     """
 
     target: LanguageModel
-    wishes: Mapping[int, TokenSequence]
+    wishes: "Mapping[int, TokenSequence]"
     also: Observer | None
 
     def __call__(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
@@ -48,7 +60,7 @@ class PromptReader:
             if count and (sequence := self.wishes.get(rows.start + place)) is not None:
                 self._note(sequence, start, features_BTF[place, :count])
 
-    def _note(self, sequence: TokenSequence, start: int, features_TF: Tensor) -> None:
+    def _note(self, sequence: "TokenSequence", start: int, features_TF: Tensor) -> None:
         """Note what follows each of these tokens, less what is known: some drafters have a part's last token read twice."""
         known, top = sequence.prompt_logprobs, sequence.prompt_top_logprobs
         assert top is not None and start <= len(known), "a prompt that asks is read from its beginning"

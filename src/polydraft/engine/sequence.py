@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 import torch
 
+from polydraft.engine.logprobs import TokenLogprob
 from polydraft.engine.stats import Speculation, Stats
 from polydraft.engine.text import TextAssembler
 from polydraft.sampling import SamplingParams
@@ -56,15 +57,6 @@ class Generation:
     """Of the whole batch this text was made in."""
     settings: dict[str, Any] = field(default_factory=dict)
     """What it was made with, the seed included."""
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    """What the target itself thought of a token that it was given: before temperature, truncation, penalties and bias."""
-
-    logprob: float
-    top: list[tuple[int, float]]
-    """The likeliest tokens, with their log-probabilities, likeliest first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,10 +18,11 @@ _REFUSED = {
     "conversation": _STATELESS,
     "background": "by this server, which answers while the client waits",
     **dict.fromkeys(("include", "prompt", "context_management", "max_tool_calls", "moderation", "top_logprobs"), "here"),
+    **dict.fromkeys(("tools", "stream_options"), "by /v1/responses of this server"),
     "truncation": "here: nothing is cut off a conversation",
 }
 """Why; what asks for nothing is accepted."""
-_HARMLESS: tuple[Any, ...] = (None, False, [], 0, "disabled")
+_HARMLESS: tuple[Any, ...] = (None, False, [], 0, "disabled", {"include_obfuscation": False})
 _NOT_HERE = {
     "messages", "max_tokens", "max_completion_tokens", "response_format", "n", "logprobs", "reasoning_effort", "verbosity",
     "echo",
@@ -155,10 +156,6 @@ class ResponseApiBuilder(ResponseBuilder):
                 events, response = self._end_response(choice)
                 found += [*events, self._event(f"response.{response['status']}", response=response)]
         return found
-
-    def closing(self) -> list[dict[str, Any]]:
-        """Return the events that end a stream: the last round's have done so."""
-        return []
 
     def failure(self, error: BaseException) -> dict[str, Any]:
         """Return the event that ends a stream that failed: as the API has it, and as other streams have it."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from polydraft.draft.policy import REST_REASON
 from polydraft.engine import StopReason, TokenSequence
-from polydraft.engine.sequence import TokenLogprob
+from polydraft.engine.logprobs import TokenLogprob
 from polydraft.engine.stats import TARGET
 from polydraft.ngrams.prediction import PREDICTION
 from polydraft.serve.errors import error_object

@@ -5,6 +5,7 @@ from types import ModuleType
 
 import pytest
 
+CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
 TOOL = {
     "type": "function",
     "function": {
@@ -28,8 +29,10 @@ def needed(module: str, package: str) -> ModuleType:
         pytest.skip(f"needs {package}: pip install {package}")
 
 
-def needs_tools(shared) -> None:
+def needs_tools(shared, path: str) -> None:
     """Skip where the server does not take tools."""
-    body = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL], "tool_choice": "required", "max_tokens": 1}
-    if shared.post("/v1/chat/completions", body).status_code == 400:
-        pytest.skip("needs a server that takes tools")
+    chats = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL], "max_tokens": 1}
+    responses = {"input": "x", "tools": [{"type": "function", **TOOL["function"]}], "max_output_tokens": 1}
+    answer = shared.post(path, chats if path == CHATS else responses)
+    if answer.status_code == 400 and answer.json()["error"]["code"] == "unsupported_parameter":
+        pytest.skip(f"needs a server that takes tools in {path}")

@@ -6,7 +6,7 @@ import openai
 import pydantic
 import pytest
 
-from .conftest import TOOL, needs_tools
+from .conftest import RESPONSES, TOOL, needs_tools
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 
@@ -44,7 +44,7 @@ def test_the_asynchronous_client_reads_all_three_ways_of_asking(shared):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_of_a_response(shared, stream):
-    needs_tools(shared)
+    needs_tools(shared, RESPONSES)
     tool = {"type": "function", **TOOL["function"], "strict": True}
     options = {"input": "Hello there", "tools": [tool], "tool_choice": "required", "max_output_tokens": 200}
     found = shared.client.responses.create(model=shared.service.model, **options, stream=stream)
