@@ -32,7 +32,7 @@ def chat(shared, **options):
 @pytest.mark.parametrize("given", ["Hello there", ITEMS])
 def test_a_response_is_the_chats_answer(shared, given):
     expected = chat(shared, messages=MESSAGES, max_tokens=24)
-    found = respond(shared, input=given, store=False, **ASKED)
+    found = respond(shared, input=given, store=True, metadata={"team": "tests"}, **ASKED)
     assert found.output_text == expected.choices[0].message.content
     assert found.usage.input_tokens == expected.usage.prompt_tokens
     assert found.usage.output_tokens == expected.usage.completion_tokens
@@ -40,7 +40,7 @@ def test_a_response_is_the_chats_answer(shared, given):
     assert found.status == ("incomplete" if cut else "completed") == found.output[0].status
     assert (found.incomplete_details.reason if cut else None) == ("max_output_tokens" if cut else None)
     assert (found.instructions, found.temperature, found.max_output_tokens) == ("Be brief.", 0.7, 24)
-    assert found.model == shared.service.model and not found.store
+    assert found.model == shared.service.model and found.metadata == {"team": "tests"} and not found.store
 
 
 def test_an_answer_can_be_sent_back(shared):

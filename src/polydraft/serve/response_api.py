@@ -7,7 +7,8 @@ from typing import Any
 
 from polydraft.errors import unknown_name
 from polydraft.serve.errors import RequestError, error_object, invalid_value, missing, unsupported
-from polydraft.serve.protocol import CHAT_NAMES, KNOWN_ELSEWHERE, CompletionRequest, read_request
+from polydraft.serve.neutral import KNOWN_ELSEWHERE
+from polydraft.serve.protocol import CHAT_NAMES, CompletionRequest, read_request
 from polydraft.serve.request import Progress
 from polydraft.serve.responses import ResponseBuilder
 from polydraft.serve.service import Builds
@@ -194,7 +195,7 @@ class ResponseApiBuilder(ResponseBuilder):
             "input_tokens": self.usage["prompt_tokens"],
             "input_tokens_details": {"cached_tokens": 0},
             "output_tokens": self.usage["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": 0, **self.usage.get("completion_tokens_details", {})},
             "total_tokens": self.usage["total_tokens"],
         }
 

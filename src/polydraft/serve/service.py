@@ -5,8 +5,8 @@ import copy
 import json
 import secrets
 import threading
-from dataclasses import replace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from polydraft.devices import captures
