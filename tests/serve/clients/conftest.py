@@ -1,6 +1,9 @@
 """Programs that others have written for this API; each is skipped by name where it is not installed."""
 
+import asyncio
+import gc
 import importlib
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -19,6 +22,14 @@ TOOL = {
         },
     },
 }
+
+
+@pytest.fixture(autouse=True)
+def tidied() -> Iterator[None]:
+    """Collect event loops that a program leaves open while its warnings are still ignored."""
+    yield
+    asyncio.set_event_loop(None)
+    gc.collect()
 
 
 def needed(module: str, package: str) -> ModuleType:

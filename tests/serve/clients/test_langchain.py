@@ -40,7 +40,7 @@ def test_it_says_and_streams_what_the_openai_package_reads(model, shared, respon
 
 @pytest.mark.parametrize("responses", [False, True])
 def test_it_gets_structured_answers(model, responses):
-    chat = model(seed=3, max_tokens=400) if not responses else model(max_tokens=400, use_responses_api=True)
+    chat = model(max_tokens=400, extra_body={"seed": 3}, use_responses_api=responses)
     found = chat.with_structured_output(Answer, method="json_schema").invoke("A word and a number.")
     assert isinstance(found, Answer)
 
