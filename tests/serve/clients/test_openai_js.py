@@ -8,13 +8,13 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.serve.test_page import BROWSER, needs_browser
+from tests.serve.test_page import BROWSER
 
 PACKAGE = os.environ.get("OPENAI_JS", "node_modules/openai")
 playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright: pip install playwright")
 pytestmark = [
     pytest.mark.slow,
-    needs_browser,
+    pytest.mark.skipif(BROWSER is None, reason="needs a Chromium on the path"),
     pytest.mark.skipif(
         not Path(PACKAGE, "index.mjs").exists(),
         reason="needs openai for JavaScript: npm install openai, its folder in OPENAI_JS",
