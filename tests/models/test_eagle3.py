@@ -35,7 +35,7 @@ from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, PolydraftError, UsageError
 from polydraft.models import FeatureHead, HeadShape
-from polydraft.models.heads.eagle3 import load_eagle3
+from polydraft.models.heads.eagle3 import EAGLE3
 from polydraft.models.heads.feature_head import TapNorm
 from polydraft.models.heads.head_export import export_speculators
 from polydraft.models.heads.head_folder import TargetSizes, new_head
@@ -72,7 +72,7 @@ def test_each_step_of_a_chain_has_the_logits_of_speculators(target: HFModel, tmp
     config = config_of(**CASES[case])
     write(tmp_path, config, weights_of(config), authors)
     assert kind_of(tmp_path) is HEAD_KINDS.get("eagle3")
-    head = exact(load_eagle3(tmp_path, target, None, "theirs"))
+    head = exact(EAGLE3.load(tmp_path, target, None, "theirs"))
     features, tokens = features_and_tokens(len(config[TAPS]))
     steps = SAME_STEPS.get(case)
     torch.testing.assert_close(chain(head, seen(features), tokens)[:steps], load_file(EXPECTED)[case][:steps], **CLOSE)
@@ -90,22 +90,22 @@ def test_columns_in_any_order_and_missing_tables(target: HFModel, tmp_path: Path
     config = config_of()
     weights = weights_of(config)
     features, tokens = features_and_tokens(3)
-    expected = chain(exact(load_eagle3(write(tmp_path / "a", config, weights), target, None, "a")), seen(features), tokens)
+    expected = chain(exact(EAGLE3.load(write(tmp_path / "a", config, weights), target, None, "a")), seen(features), tokens)
     order = torch.randperm(DRAFTED)
     known = (weights["d2t"] + torch.arange(DRAFTED))[order]
     weights |= {"lm_head.weight": weights["lm_head.weight"][order], "d2t": known - torch.arange(DRAFTED)}
-    mixed = exact(load_eagle3(write(tmp_path / "b", config, weights), target, None, "b"))
+    mixed = exact(EAGLE3.load(write(tmp_path / "b", config, weights), target, None, "b"))
     torch.testing.assert_close(chain(mixed, seen(features), tokens), expected)
     assert mixed.tables[0] is not target.hf_model.get_input_embeddings().weight
     del weights["embed_tokens.weight"], weights["t2d"]
-    head = load_eagle3(write(tmp_path / "c", config, weights), target, None, "c")
+    head = EAGLE3.load(write(tmp_path / "c", config, weights), target, None, "c")
     assert torch.equal(head.tables[0], target.hf_model.get_input_embeddings().weight)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_with_such_a_head_are_the_target_s(target: HFModel, tmp_path: Path, temperature: float) -> None:
     config = config_of(norm_before_residual=True)
-    head = load_eagle3(write(tmp_path, config, weights_of(config)), target, None, "theirs")
+    head = EAGLE3.load(write(tmp_path, config, weights_of(config)), target, None, "theirs")
     prompts, params = [[5, 9, 2], [7], [3, 3, 8, 1, 30]], SamplingParams(temperature=temperature)
     decoder = Decoder(target, TreeDrafter(head, parse_tree("3x2x1")))
     results = decoder.generate(prompts, max_new_tokens=12, seed=0, sampling=params)
@@ -158,7 +158,7 @@ def test_speculators_computes_our_logits(target: HFModel, tmp_path: Path, form: 
 def test_what_is_written_can_be_read_again(target: HFModel, tmp_path: Path, form: str) -> None:
     head = random_head(target, **FORMS[form])
     export_speculators(head, target, "target", tmp_path)
-    again = exact(load_eagle3(tmp_path, target, None, "again"))
+    again = exact(EAGLE3.load(tmp_path, target, None, "again"))
     features, tokens = features_and_tokens(3)
     torch.testing.assert_close(chain(again, features, tokens), chain(head, features, tokens))
 
@@ -215,7 +215,7 @@ BAD: dict[str, tuple[Change, type[PolydraftError], str]] = {
     "fewer taps": (configured(**{TAPS: [1, 2]}), FailureError, "fc.weight has the shape [32, 96], where config and target"),
     "default taps": (configured(**{TAPS: None}), UsageError, "[2, 2, 1], not a list of different layers"),
     "two layers": (configured(num_hidden_layers=2), UsageError, "num_hidden_layers is 2; heads of 1 layer can be loaded"),
-    "another kind": (configured(speculators_model_type="dflash"), UsageError, "speculators_model_type is 'dflash'"),
+    "another kind": (configured(speculators_model_type="medusa"), UsageError, "speculators_model_type is 'medusa'; allowed: dflash, eagle3, peagle"),
     "another layer": (configured(model_type="gemma3"), UsageError, "model_type is 'gemma3'; allowed: llama, qwen2, qwen3"),
     "another activation": (configured(hidden_act="gelu"), UsageError, "hidden_act is 'gelu'"),
     "rope that depends on length": (

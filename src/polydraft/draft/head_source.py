@@ -146,11 +146,15 @@ class HeadSource(DistributionSource):
         """Make the fresh entries certain; the last of them is the root's."""
         self._take_waiting()
         self._skips = 0
-        outputs_BWH = self._context.read(self._tokens_BW, self._fused_fresh(), self._fresh_block(len(tail_B2)))
-        root_B1H = self._context.take_roots(outputs_BWH, self._fresh_B)
+        root_B1H = self._read_fresh()
         self._context.settle([max(len(text) - 2, 0) for text in self._texts])
         self._outputs_BWH = root_B1H
         return root_B1H
+
+    def _read_fresh(self) -> Tensor:
+        """Read the fresh entries, commit all but the root's, and return the output of that."""
+        outputs_BWH = self._context.read(self._tokens_BW, self._fused_fresh(), self._fresh_block(len(self._tokens_BW)))
+        return self._context.take_roots(outputs_BWH, self._fresh_B)
 
     def _fresh_block(self, rows: int) -> Block:
         if not self._captured:

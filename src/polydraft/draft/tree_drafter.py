@@ -17,6 +17,7 @@ from polydraft.draft.head_source import HeadSource
 from polydraft.draft.ladder import Timings
 from polydraft.draft.load_builder import LoadBuilder
 from polydraft.draft.model_source import ModelSource
+from polydraft.draft.parallel_source import ParallelSource
 from polydraft.draft.policy import CLOSE, FAIR, Belief, RowPolicy
 from polydraft.draft.session import DraftSession
 from polydraft.draft.source import DistributionSource
@@ -29,6 +30,7 @@ from polydraft.draft.tree_choice import TreeChoice, smaller_trees
 from polydraft.draft.trie import check_node_walk
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import Head, LanguageModel
+from polydraft.models.heads.parallel_head import ParallelHead
 from polydraft.models.int8_copy import Int8Copy
 from polydraft.models.translation import TranslatedModel
 from polydraft.sampling import RowParams
@@ -90,6 +92,12 @@ class TreeDrafter(Drafter):
         self.name = "dynamic" if self.dynamic else "head" if isinstance(model, Head) else "model"
         self.by_load = by_load and decision is None and not self.dynamic
         self._timings, self.greedy, self.pauses = Timings(), greedy, pauses
+        levels = max(shape.depth, 0 if greedy is None else greedy.depth)
+        if isinstance(model, ParallelHead) and levels > model.shape.depths:
+            raise UsageError(
+                f"draft {model.name!r} gives {model.shape.depths} levels per pass, but the tree has {levels}; use a shallower "
+                f"tree, such as chain:{model.shape.depths}"
+            )
         if isinstance(shape, Topology):
             check_tree(shape, scheme, model.num_columns)
         elif scheme != "auto":
@@ -114,6 +122,8 @@ class TreeDrafter(Drafter):
 
     def source(self, batch_size: int) -> DistributionSource:
         """Return the draft's memory of a batch."""
+        if isinstance(self.model, ParallelHead):
+            return ParallelSource(self.model, batch_size)
         if isinstance(self.model, Head):
             return HeadSource(self.model, batch_size)
         if isinstance(self.model, Int8Copy):

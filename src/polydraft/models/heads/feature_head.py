@@ -6,6 +6,7 @@ References
 .. [2] Li et al. 2025, EAGLE-3, arXiv:2503.01840 (several layers as input, training on the head's own outputs).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -21,6 +22,10 @@ from polydraft.sampling import PartialVocabulary
 
 if TYPE_CHECKING:
     from polydraft.models.heads.head_context import HeadContext
+
+
+ENDLESS = 2**31 - 1
+"""The window of a layer that sees the whole text."""
 
 
 class TapNorm(StrEnum):
@@ -84,8 +89,6 @@ class FeatureHead(HeadLayer, Head):
     """Vectors that queries, keys and values read side by side where features and token are not joined."""
     depths: int | None = None
     """Levels that one pass gives; None where each level takes a pass of its own."""
-    num_layers: int = 1
-    """Layers that keep keys and values."""
 
     def __init__(
         self,
@@ -110,6 +113,16 @@ class FeatureHead(HeadLayer, Head):
         self.tables = (embedding_VH, output_VH if vocabulary is None else output_VH[vocabulary.tokens_D])
         self.kept: dict[str, object] = {}
         """What backends keep with the head, until its weights move."""
+
+    @property
+    def all_layers(self) -> Sequence[HeadLayer]:
+        """Its layers, the lowest of which is the head itself."""
+        return (self,)
+
+    @property
+    def windows(self) -> Sequence[int]:
+        """Positions that each layer reaches back."""
+        return (self.shape.window,)
 
     @property
     def num_columns(self) -> int:

@@ -12,7 +12,7 @@ from polydraft.models.attention import steady_attention
 from polydraft.models.cache import SlotCache
 from polydraft.models.language_model import Context
 from polydraft.operations import operation
-from polydraft.trees import Block
+from polydraft.trees import Block, causal_block
 
 if TYPE_CHECKING:
     from polydraft.models.heads.feature_head import FeatureHead
@@ -119,7 +119,8 @@ class HeadContext(Entries):
     _head: "FeatureHead"
 
     def __init__(self, head: "FeatureHead", batch_size: int, capacity: int) -> None:
-        super().__init__(head, SlotCache(1, capacity), batch_size, capacity, head.device, max_positions=None)
+        layers = len(head.all_layers)
+        super().__init__(head, SlotCache(layers, capacity), batch_size, capacity, head.device, max_positions=None)
         self._head, self.window = head, head.shape.window
         self._fused_BTH: Tensor | None = None
         """Features that the tokens of the pass at hand follow, see `read`."""
@@ -156,7 +157,11 @@ class HeadContext(Entries):
         """Take in the next entries of texts whose outputs nobody wants: with one layer, keys and values are all they leave."""
         if self.fast is not None and self.fast.store(self, tokens_BT, fused_BTH):
             return
-        size = tokens_BT.shape[1]
+        rows, size = tokens_BT.shape
+        if len(self._head.all_layers) > 1:
+            self.span = None  # that of rounds may be too narrow
+            self.read(tokens_BT, fused_BTH, causal_block(rows, size, self.device))
+            return
         positions_BT = self.lengths_B[:, None] + torch.arange(size, device=self.device)
         self.positions_BS[self._rows_B1, positions_BT] = positions_BT
         normed_BTX = self._head.entry(fused_BTH, tokens_BT)[1]
@@ -166,30 +171,41 @@ class HeadContext(Entries):
 
     def _read_aligned(self, tokens_BT: Tensor, fused_BTH: Tensor, block: Block) -> Tensor:
         """Do what `extend` and `_forward` do."""
-        start, window = self.lengths[0], self._head.shape.window
+        start = self.lengths[0]
         first, used = start + block.start, start + block.stop
         assert used <= self.capacity, (used, self.capacity)
         positions_BT = block.depths_BT + start
         self.positions_BS[:, first:used] = positions_BT
         visible_BTS = functional.pad(block.visible_BTU, (start, 0), value=True)
-        if used > window:
-            visible_BTS = visible_BTS & (positions_BT[:, :, None] - self.positions_BS[:, None, :used] < window)
         self.cache.aim(positions_BT, first, used)
         return self._outputs(tokens_BT.clamp(min=0), fused_BTH, positions_BT, visible_BTS)
 
     def _outputs(self, tokens_BT: Tensor, fused_BTH: Tensor, positions_BT: Tensor, visible_BTS: Tensor) -> Tensor:
         """Store entries where the cache aims, and return the head's outputs."""
         passing_BTH, normed_BTX = self._head.entry(fused_BTH, tokens_BT)
-        query_BHTC, key_BHTC, value_BHTC = self._head.projected(normed_BTX, positions_BT, self._angles_P3C[positions_BT])
-        key_BHSC, value_BHSC = self.cache.update(key_BHTC, value_BHTC, 0)
-        return self._head.attended(passing_BTH, query_BHTC, key_BHSC, value_BHSC, visible_BTS[:, None])
+        angles_BT3C = self._angles_P3C[positions_BT]
+        for number, layer in enumerate(self._head.all_layers):
+            if number:
+                assert layer.attention_norm is not None
+                normed_BTX = layer.attention_norm(passing_BTH)
+            query_BHTC, key_BHTC, value_BHTC = layer.projected(normed_BTX, positions_BT, angles_BT3C)
+            key_BHSC, value_BHSC = self.cache.update(key_BHTC, value_BHTC, number)
+            seen_BTS = self._near(self._head.windows[number], positions_BT, visible_BTS)
+            passing_BTH = layer.attended(passing_BTH, query_BHTC, key_BHSC, value_BHSC, seen_BTS[:, None])
+        return passing_BTH
+
+    def _near(self, window: int, positions_BT: Tensor, visible_BTS: Tensor) -> Tensor:
+        """Narrow what tokens see to a window."""
+        used = visible_BTS.shape[2]
+        if used <= window:
+            return visible_BTS
+        return visible_BTS & (positions_BT[:, :, None] - self.positions_BS[:, None, :used] < window)
 
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
         assert self._fused_BTH is not None, "read() is the way in"
         size, used = tokens_BT.shape[1], visible_BTS.shape[2]
         self.cache.aim(slots_BT, used - size if self.aligned else None, used)
-        near_BTS = positions_BT[:, :, None] - self.positions_BS[:, None, :used] < self._head.shape.window
-        return self._outputs(tokens_BT, self._fused_BTH, positions_BT, visible_BTS & near_BTS)
+        return self._outputs(tokens_BT, self._fused_BTH, positions_BT, visible_BTS)
 
     @property
     def divisible(self) -> bool:

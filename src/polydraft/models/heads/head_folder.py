@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -100,7 +100,13 @@ def tokenizer_fingerprint(tokenizer: Any) -> str:
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
 
-def new_head(shape: HeadShape, target: HFModel, vocabulary: PartialVocabulary | None, name: str) -> FeatureHead:
+def new_head(
+    shape: HeadShape,
+    target: HFModel,
+    vocabulary: PartialVocabulary | None,
+    name: str,
+    kind: Callable[..., FeatureHead] = FeatureHead,
+) -> FeatureHead:
     """Build an untrained head on a target's tables."""
     ends = target.hf_model.get_input_embeddings(), target.hf_model.get_output_embeddings()
     tables = [end.weight for end in ends] if target.quantised_by is None else [_unpacked(end, target) for end in ends]
@@ -108,8 +114,9 @@ def new_head(shape: HeadShape, target: HFModel, vocabulary: PartialVocabulary | 
     if any(table.is_meta or type(table).__name__ == "DTensor" for table in tables):
         raise UsageError(f"a feature head reads the tables of target {target.name!r}, but {target.spread}; use a draft model")
     embedding_VH, output_VH = (table.detach()[:, : shape.hidden_size].to(target.device).contiguous() for table in tables)
-    head = FeatureHead(shape, embedding_VH, output_VH, vocabulary, name)
-    head.native = target.native and target.fast is not None and is_host(target.device)  # as the target itself
+    head = kind(shape, embedding_VH, output_VH, vocabulary, name)
+    for layer in head.all_layers:
+        layer.native = target.native and target.fast is not None and is_host(target.device)  # as the target itself
     return head
 
 

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from polydraft.models.heads.eagle3 import check_eagle3, is_eagle3, load_eagle3
+from polydraft.models.heads.eagle3 import EAGLE3, is_eagle3
 from polydraft.models.heads.head import Head
 from polydraft.models.heads.head_folder import Target, check_head, is_head, load_head
 from polydraft.models.heads.mtp_folder import NAME, check_mtp, is_mtp, load_mtp
+from polydraft.models.heads.parallel_folder import DFLASH, PEAGLE
 from polydraft.models.hf import HFModel
 from polydraft.registry import Registry
 
@@ -38,9 +39,13 @@ HEAD_KINDS.register("polydraft")(
     HeadKind(words="a head of polydraft train head", recognise=is_head, check=check_head, load=load_head, trains=True)
 )
 HEAD_KINDS.register(NAME)(HeadKind(words="MTP layers", recognise=is_mtp, check=check_mtp, load=load_mtp))
+HEAD_KINDS.register("peagle")(
+    HeadKind(words="a P-EAGLE head", recognise=PEAGLE.recognise, check=PEAGLE.check, load=PEAGLE.load)
+)
+HEAD_KINDS.register("dflash")(HeadKind(words="a DFlash head", recognise=DFLASH.recognise, check=DFLASH.check, load=DFLASH.load))
 # Last, because it refuses kinds in speculators' format that none of the others knows.
 HEAD_KINDS.register("eagle3")(
-    HeadKind(words="an EAGLE-3 head", recognise=is_eagle3, check=check_eagle3, load=load_eagle3, trains=True)
+    HeadKind(words="an EAGLE-3 head", recognise=is_eagle3, check=EAGLE3.check, load=EAGLE3.load, trains=True)
 )
 
 

@@ -1,0 +1,131 @@
+"""The tensors of heads that others have trained: which there must be, and what they are called here."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from polydraft.errors import UsageError
+from polydraft.models.heads.feature_head import FeatureHead, HeadShape
+from polydraft.models.heads.head_folder import shapes_in
+from polydraft.models.hf import HFModel
+from polydraft.sampling import PartialVocabulary
+
+FIRST = "layers.0."
+_NOT_READ = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
+"""Ends of the names of tensors that training leaves behind."""
+
+
+def weight_files(folder: Path, name: str) -> list[Path]:
+    """Return the files of a head's weights, refusing pickled ones."""
+    files = sorted(folder.glob("*.safetensors"))
+    pickled = sorted(file.name for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}"))
+    if not files and pickled:
+        raise UsageError(
+            f"the weights of draft {name!r} are pickled ({pickled[0]}), which could run any code; get a copy with safetensors, "
+            "or write one: save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
+        )
+    if not files:
+        raise UsageError(f"draft {name!r} has no weights: {folder} holds no .safetensors file; get another copy")
+    return files
+
+
+def _name(theirs: str) -> str:
+    """Return a tensor's name as speculators writes it; the authors' only layer is called midlayer."""
+    return theirs.removeprefix("model.").replace("midlayer.", FIRST)
+
+
+def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
+    """Read which tensors there are, and their shapes; only headers are read."""
+    shapes = (item for file in files for item in shapes_in(file).items())
+    return {_name(name): shape for name, shape in shapes if not name.endswith(_NOT_READ)}
+
+
+def loaded(files: list[Path]) -> dict[str, Tensor]:
+    """Read the tensors."""
+    from safetensors.torch import load_file
+
+    return {_name(name): tensor for file in files for name, tensor in load_file(file).items() if not name.endswith(_NOT_READ)}
+
+
+def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
+    """Refuse a head that lacks tensors, has others or has them in other shapes: a `ValueError` says which."""
+    for name, shape in expected.items():
+        if name not in found:
+            if name in ("embed_tokens.weight", "t2d"):  # the target has the one, and d2t says the same as the other
+                continue
+            raise ValueError(f"{name} is missing")
+        if found[name] != shape:
+            raise ValueError(f"{name} has the shape {list(found[name])}, where config and target ask for {list(shape)}")
+    if others := sorted({*found} - {*expected, "d2t"}):
+        raise ValueError(f"{others[0]} is not part of it")
+
+
+def layer_shapes(shape: HeadShape, layer: str, reads: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a layer's tensors."""
+    size, queries, keys = shape.hidden_size, shape.num_heads * shape.head_size, shape.num_key_heads * shape.head_size
+    mlp = shape.mlp_size
+    products = {
+        "self_attn.q_proj": (queries, reads, shape.qkv_bias),
+        "self_attn.k_proj": (keys, reads, shape.qkv_bias),
+        "self_attn.v_proj": (keys, reads, shape.qkv_bias),
+        "self_attn.o_proj": (size, queries, shape.output_bias),
+        "mlp.gate_proj": (mlp, size, shape.mlp_bias),
+        "mlp.up_proj": (mlp, size, shape.mlp_bias),
+        "mlp.down_proj": (size, mlp, shape.mlp_bias),
+    }
+    expected: dict[str, tuple[int, ...]] = {
+        f"{layer}{norm}.weight": (size,) for norm in ("input_layernorm", "post_attention_layernorm")
+    }
+    for part, (rows, columns, biased) in products.items():
+        expected[f"{layer}{part}.weight"] = (rows, columns)
+        if biased:
+            expected[f"{layer}{part}.bias"] = (rows,)
+    if shape.query_key_norm:
+        expected |= {f"{layer}self_attn.{part}_norm.weight": (shape.head_size,) for part in "qk"}
+    return expected
+
+
+def layer_weights(theirs: Mapping[str, Tensor], shape: HeadShape, layer: str) -> dict[str, Tensor]:
+    """Return the weights of a layer under our names, but for the norm before it."""
+
+    def side_by_side(parts: str, kind: str) -> Tensor:
+        return torch.cat([theirs[f"{layer}{part}_proj.{kind}"] for part in parts.split()])
+
+    products = {
+        "qkv": ("self_attn.q self_attn.k self_attn.v", shape.qkv_bias),
+        "attention_output": ("self_attn.o", shape.output_bias),
+        "gate_up": ("mlp.gate mlp.up", shape.mlp_bias),
+        "down": ("mlp.down", shape.mlp_bias),
+    }
+    ours = {"mlp_norm.weight": theirs[f"{layer}post_attention_layernorm.weight"]}
+    for name, (parts, biased) in products.items():
+        ours |= {f"{name}.{kind}": side_by_side(parts, kind) for kind in (["weight", "bias"] if biased else ["weight"])}
+    if shape.query_key_norm:
+        ours |= {f"{long}_norm.weight": theirs[f"{layer}self_attn.{long[0]}_norm.weight"] for long in ("query", "key")}
+    return ours
+
+
+def drafted_vocabulary(theirs: Mapping[str, Tensor], target: HFModel) -> PartialVocabulary | None:
+    """Return which tokens are drafted: column i stands for token i + d2t[i]."""
+    count = len(theirs["d2t"]) if "d2t" in theirs else target.vocab_size
+    if count == target.vocab_size:
+        return None
+    tokens_D = torch.arange(count) + theirs["d2t"].long()
+    if int(tokens_D.min()) < 0 or int(tokens_D.max()) >= target.vocab_size or len({*tokens_D.tolist()}) != count:
+        raise ValueError(f"d2t does not name {count} different tokens below {target.vocab_size}")
+    if "t2d" in theirs and not torch.equal(theirs["t2d"].bool().nonzero()[:, 0], tokens_D.sort().values):
+        raise ValueError("t2d and d2t name different tokens")
+    return PartialVocabulary(tokens_D.sort().values.to(target.device), target.vocab_size)
+
+
+def own_tables(theirs: Mapping[str, Tensor], head: FeatureHead, vocabulary: PartialVocabulary | None) -> tuple[Tensor, Tensor]:
+    """Return the head's own tables; that of the input is the target's where it is the same."""
+    targets_VH, output_DH = head.tables[0], theirs.get("lm_head.weight", head.tables[1])
+    if vocabulary is not None:  # columns ascend by token here
+        output_DH = output_DH[(torch.arange(len(output_DH)) + theirs["d2t"].long()).argsort()]
+    own_VH = theirs.get("embed_tokens.weight")
+    if own_VH is None or torch.equal(own_VH.to(targets_VH), targets_VH):
+        own_VH = targets_VH
+    return own_VH, output_DH

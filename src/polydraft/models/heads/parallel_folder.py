@@ -1,0 +1,117 @@
+"""Folders of P-EAGLE and DFlash heads: in the format of vLLM's speculators, and DFlash in that of its authors too."""
+
+from abc import abstractmethod
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from polydraft.errors import shown
+from polydraft.models.heads.eagle3 import Config, Format, layer_windows
+from polydraft.models.heads.foreign_tensors import layer_weights
+from polydraft.models.heads.head_folder import Target
+from polydraft.models.heads.parallel_head import DFlashHead, ParallelShape, PEagleHead
+
+_MOST_LEVELS = 64
+
+
+class ParallelFormat(Format):
+    """What P-EAGLE and DFlash share: several layers, and a token that masks those to come."""
+
+    one_layer = False
+
+    def recognise(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config.json is that of such a head."""
+        return config.get("speculators_model_type") == self.kind
+
+    def shape(self, config: Config, target: Target, found: set[str]) -> ParallelShape:
+        """Return sizes and form of a head of which there are the tensors `found`."""
+        base = vars(super().shape(config, target, found))
+        own = {
+            "normed_output": False,  # the norm belongs to the output table: no output stands in for features
+            "mask_token": _checked("mask_token_id", config.form.get("mask_token_id"), 0, target.vocab_size - 1),
+            "layer_windows": layer_windows(config),
+            **self.levels(config.form),
+        }
+        return ParallelShape(**{**base, **own})
+
+    @abstractmethod
+    def levels(self, form: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return how many levels a pass gives, and what else there is to say of its places."""
+
+    def renamed(self, theirs: Mapping[str, Tensor], shape: Any) -> dict[str, Tensor]:
+        """Return the weights of a head under our names."""
+        ours = super().renamed(theirs, shape)
+        for number in range(1, len(shape.layer_windows)):
+            layer = f"layers.{number}."
+            own = {"attention_norm.weight": theirs[f"{layer}input_layernorm.weight"], **layer_weights(theirs, shape, layer)}
+            ours |= {f"upper.{number - 1}.{name}": weight for name, weight in own.items()}
+        return ours
+
+
+class PEagleFormat(ParallelFormat):
+    """EAGLE-3's layer with others above it, and features that stand in for those of tokens to come."""
+
+    kind, head = "peagle", PEagleHead
+
+    def levels(self, form: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return how many levels were trained, as far as the config says."""
+        said = form["speculators_config"]
+        usual = [one for one in said["proposal_methods"] if one["proposal_type"] == said["default_proposal_method"]]
+        return {"depths": _checked("speculative_tokens", usual[0]["speculative_tokens"] if usual else None, 1, _MOST_LEVELS)}
+
+    def expected(self, config: Config, shape: Any, tokens: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors that belong to a head."""
+        return super().expected(config, shape, tokens) | {"mask_hidden": (1, 1, shape.hidden_size * len(shape.taps))}
+
+    def renamed(self, theirs: Mapping[str, Tensor], shape: Any) -> dict[str, Tensor]:
+        """Return the weights of a head under our names."""
+        return super().renamed(theirs, shape) | {"mask_F": theirs["mask_hidden"].flatten()}
+
+
+class DFlashFormat(ParallelFormat):
+    """Layers of Qwen3's form, and the norm of the features that are keys and values in all of them."""
+
+    kind, head = "dflash", DFlashHead
+    taps, feature_norm = "aux_hidden_state_layer_ids", "hidden_norm.weight"
+
+    def recognise(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config.json is that of such a head."""
+        return super().recognise(config) or isinstance(config.get("dflash_config"), dict)
+
+    def of_authors(self, config: Mapping[str, Any]) -> Config:
+        """Read a config in the authors' own format, which counts the target's layers from 0."""
+        own = config["dflash_config"]
+        return Config(layer=config, form={**config, **own, self.taps: [tap + 1 for tap in own["target_layer_ids"]]})
+
+    def shape(self, config: Config, target: Target, found: set[str]) -> ParallelShape:
+        """Return sizes and form; queries and keys are normed whatever the type of the layer."""
+        return super().shape(config, target, found | {"layers.0.self_attn.q_norm.weight"})
+
+    def levels(self, form: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return how many levels a block gives, and what its places see."""
+        flags = {name: form.get(name, False) for name in ("sample_from_anchor", "sliding_window_non_causal")}
+        if wrong := [name for name, flag in flags.items() if not isinstance(flag, bool)]:
+            raise ValueError(f"{wrong[0]} is {shown(flags[wrong[0]])}, not true or false")
+        root_drafts, sees_all = flags.values()
+        most = _MOST_LEVELS + (not root_drafts)
+        size = _checked("block_size", form.get("block_size"), 1 + (not root_drafts), most)
+        return {"depths": size - (not root_drafts), "root_drafts": root_drafts, "causal_windows": not sees_all}
+
+    def left_out(self, config: Config, tokens: int) -> Collection[str]:
+        """Return names of tensors that are the target's own: tokens are read, and all of them drafted, by its tables."""
+        return ("embed_tokens.weight", *(("lm_head.weight",) if config.drafted(tokens) == tokens else ()))
+
+    def expected(self, config: Config, shape: Any, tokens: int) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors that belong to a head."""
+        left_out = self.left_out(config, tokens)
+        return {name: size for name, size in super().expected(config, shape, tokens).items() if name not in left_out}
+
+
+PEAGLE, DFLASH = PEagleFormat(), DFlashFormat()
+
+
+def _checked(name: str, value: Any, least: int, most: int) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"{name} is {shown(value)}, not a whole number from {least} to {most}")
+    return value
