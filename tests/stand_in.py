@@ -10,7 +10,7 @@ from polydraft.engine.workspace import Workspace
 from polydraft.models import Context, HeadShape
 from polydraft.models.hf import HFModel
 
-_WITHIN_A_ROUND = ("_fused_BTH", "_outputs_BWH")
+_WITHIN_A_ROUND = ("_fused_BTH", "_outputs_BWH", "_outputs_BDH", "_logits_BDV")
 
 
 class StandIn(GraphCache):

@@ -22,6 +22,7 @@ from .setups import (
     FIXTURE_DRAFT,
     FIXTURE_TARGET,
     GRAM_PROMPT,
+    PARALLEL,
     PENALTIES,
     PROMPT,
     TARGET,
@@ -124,7 +125,7 @@ class ShippedConfiguration(Configuration):
 
 SCHEMES_AND_WALKS = [(scheme, walk) for scheme in SCHEMES for walk in WALKS if WALKS.get(walk).fits(SCHEMES.get(scheme))]
 
-TREE_DRAFTERS = [name for name in DRAFTERS if name not in GRAM_DRAFTERS]
+TREE_DRAFTERS = [name for name in DRAFTERS if name not in GRAM_DRAFTERS] + PARALLEL
 
 CONFIGURATIONS = [
     *(
@@ -144,13 +145,17 @@ CONFIGURATIONS = [
     Configuration(label="flat draft", draft_temperature=1.5),
     Configuration(label="greedy draft", draft_temperature=0.0),
     Configuration(label="one-token prompt", prompt=(21,)),
-    *(Configuration(label=f"drafter {name}", drafter=name, scheme="auto") for name in TREE_DRAFTERS),
+    *(
+        Configuration(label=f"drafter {name}", drafter=name, scheme="auto", samples=1_500 if name in PARALLEL else 3_000)
+        for name in TREE_DRAFTERS
+    ),
     *(
         Configuration(
             label=f"drafter {name}, truncated",
             drafter=name,
             scheme="auto",
             tree="fork:2x4",
+            samples=1_500 if name in PARALLEL else 3_000,
             sampling=SamplingParams(top_p=0.85, temperature=0.8, repetition_penalty=1.3),
         )
         for name in TREE_DRAFTERS

@@ -17,6 +17,8 @@ from polydraft.draft.predicted import with_prediction
 from polydraft.draft.speedup import Costs
 from polydraft.engine import Decoder, TokenSequence
 from polydraft.models import FeatureHead, HeadShape, TabularModel
+from polydraft.models.heads.feature_head import ENDLESS
+from polydraft.models.heads.parallel_head import DFlashHead, ParallelShape, PEagleHead
 from polydraft.ngrams import GramOptions
 from polydraft.ngrams.counting import GramCounter
 from polydraft.ngrams.gram_trie import save_trie
@@ -30,24 +32,33 @@ CHEAP = Costs(draft_level=0.02, tree_pass=lambda nodes: 1 + 0.002 * nodes)
 TARGET, DRAFT = echo_pair().target, echo_pair().draft
 
 
-def random_head(tokens: Sequence[int]) -> FeatureHead:
-    """Make a head over the table's features (its logits) that knows some tokens, attention cut short."""
-    shape = HeadShape(hidden_size=VOCABULARY, num_heads=2, num_key_heads=1, head_size=8, mlp_size=32, window=6)
-    known = PartialVocabulary(torch.tensor(tokens), VOCABULARY)
+SIZES: dict[str, int] = {
+    "hidden_size": VOCABULARY, "num_heads": 2, "num_key_heads": 1, "head_size": 8, "mlp_size": 32, "window": 6
+}  # fmt: skip
+SHAPE = HeadShape(**SIZES)
+PLACES: dict[str, bool] = {"joins": False, "normed_output": False, "root_drafts": False, "causal_windows": True}
+PARALLEL_SHAPE = ParallelShape(**SIZES, **PLACES, depths=6, mask_token=9, layer_windows=(6, ENDLESS))
+
+
+def random_head(shape: HeadShape = SHAPE, kind: type[FeatureHead] = FeatureHead) -> FeatureHead:
+    """Make a head over the table's features (its logits) that knows three quarters of the tokens, attention cut short."""
+    known = PartialVocabulary(torch.tensor([token for token in range(VOCABULARY) if token % 4 != 1]), VOCABULARY)
     identity_VH = torch.eye(VOCABULARY)
     with torch.random.fork_rng():
         torch.manual_seed(3)
-        return FeatureHead(shape, identity_VH, 2 * identity_VH, known).requires_grad_(False)
+        return kind(shape, identity_VH, 2 * identity_VH, known).requires_grad_(False)
 
 
-HEAD = random_head([token for token in range(VOCABULARY) if token % 4 != 1])
-"""It knows three quarters of the tokens."""
+HEAD = random_head()
+HEADS = {kind: random_head(PARALLEL_SHAPE, head) for kind, head in (("peagle", PEagleHead), ("dflash", DFlashHead))}
+"""Heads of other kinds, by what follows the @ in a drafter's name."""
 
 COMBINATIONS = [
     "lookup+model", "self-draft+head", "corpus+suffix", "lookup+dynamic-head",
-    "prediction", "prediction+model", "prediction+suffix+dynamic-head",
+    "prediction", "prediction+model", "prediction+suffix+dynamic-head", "suffix+head@peagle",
 ]  # fmt: skip
-EVERY_DRAFTER = [*DRAFTERS, *COMBINATIONS]
+PARALLEL = ["head@peagle", "head@dflash", "dynamic-head@dflash"]
+EVERY_DRAFTER = [*DRAFTERS, *PARALLEL, *COMBINATIONS]
 ADMITTED = ["none", "ngram", "corpus", "model", "head", "dynamic-head"]
 """Those that the default tests let come and go: one of each kind of memory. The others are tried in batches."""
 
@@ -127,12 +138,13 @@ def make_decoder(
     eos_token_ids: Sequence[int] = (),
 ) -> Decoder:
     """Build a decoder from names alone, as a newly registered name would be."""
+    drafter, _, kind = drafter.partition("@")
     names = drafter.split("+")
     predicts = PREDICTION in names
     names = [name for name in names if name != PREDICTION] or ["none"]
     parts = Parts(
         target=target,
-        draft=HEAD if any(name.endswith("head") for name in names) else draft,
+        draft=HEADS.get(kind, HEAD) if any(name.endswith("head") for name in names) else draft,
         topology=parse_tree(tree),
         scheme=scheme,
         draft_temperature=draft_temperature,

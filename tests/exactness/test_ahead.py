@@ -18,7 +18,7 @@ from stand_in import StandIn, round_graphs
 
 from .setups import COMBINATIONS, EVERY_DRAFTER, PENALTIES, PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder
 
-RUNS_AHEAD = ["none", "model", "head"]
+RUNS_AHEAD = ["none", "model", "head", "head@peagle", "head@dflash"]
 SEEDS = [7, 8, 9]
 TREE = "2x1"
 

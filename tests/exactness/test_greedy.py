@@ -16,7 +16,7 @@ from polydraft.verify import SCHEMES
 
 from .checks import unequal_texts
 from .configurations import SCHEMES_AND_WALKS
-from .setups import COMBINATIONS, DRAFT, PENALTIES, RAGGED_PROMPTS, TARGET, TREES, VOCABULARY, make_decoder, tree_for
+from .setups import COMBINATIONS, DRAFT, PARALLEL, PENALTIES, RAGGED_PROMPTS, TARGET, TREES, VOCABULARY, make_decoder, tree_for
 
 GREEDY = SamplingParams(temperature=0)
 GREEDY_PENALTIES = SamplingParams(
@@ -70,7 +70,7 @@ def test_every_scheme_tree_and_walk_gives_the_argmax_text(
 # Of unions one is enough by default: others have greedy rows in tests of their own.
 @pytest.mark.parametrize(
     ("drafter", "penalties"),
-    [*covering([*DRAFTERS, COMBINATIONS[0]], [False, True]), *all_slow(COMBINATIONS[1:], [False, True])],
+    [*covering([*DRAFTERS, *PARALLEL, COMBINATIONS[0]], [False, True]), *all_slow(COMBINATIONS[1:], [False, True])],
 )
 def test_every_drafter_gives_the_argmax_text(drafter: str, penalties: bool) -> None:
     decoder = make_decoder(drafter=drafter, scheme="auto")

@@ -41,7 +41,8 @@ DFLASH: dict[str, dict[str, Any]] = {
     "windows": SLIDING,
     "windows without order": {**SLIDING, "sliding_window_non_causal": True},
 }
-CASES = {f"{kind}, {name}": (kind, case) for kind, cases in (("peagle", PEAGLE), ("dflash", DFLASH)) for name, case in cases.items()}
+CASES = {f"peagle, {name}": ("peagle", case) for name, case in PEAGLE.items()}
+CASES |= {f"dflash, {name}": ("dflash", case) for name, case in DFLASH.items()}
 FORM = (
     "draft_vocab_size", "norm_before_residual", "fc_norm", "norm_before_fc", "norm_output", "sample_from_anchor",
     "sliding_window_non_causal",
@@ -147,7 +148,8 @@ def as_authors(config: dict[str, Any]) -> dict[str, Any]:
 def features_and_tokens(reads: int) -> tuple[Tensor, Tensor]:
     """Draw what a head reads of a text: the outputs of layers `[1, E, F]`, and the tokens that follow them."""
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(1, ENTRIES, HIDDEN * reads, generator=generator), torch.randint(TOKENS, (1, ENTRIES), generator=generator)
+    features = torch.randn(1, ENTRIES, HIDDEN * reads, generator=generator)
+    return features, torch.randint(TOKENS, (1, ENTRIES), generator=generator)
 
 
 def levels_of(head: ParallelHead, features_1EF: Tensor, tokens_1E: Tensor, rows: tuple[int, ...]) -> Tensor:
@@ -160,6 +162,48 @@ def levels_of(head: ParallelHead, features_1EF: Tensor, tokens_1E: Tensor, rows:
     tokens_BW = torch.cat([tokens_1E[:, start : start + width] for start in kept])
     fused_BWH = torch.cat([fused_1EH[:, start : start + width] for start in kept])
     return head.head(context.draft(tokens_BW, fused_BWH, torch.tensor([FRESH[row] for row in rows])))
+
+
+def plain_levels(config: dict[str, Any], weights: dict[str, Tensor], features_EF: Tensor, text: list[int]) -> Tensor:
+    """Return the logits of all levels below a text by a few lines; features are those of all tokens but the last."""
+    layers, eagle = config["transformer_layer_config"]["num_hidden_layers"], "mask_hidden" in weights
+    embedding, known, masks = weights["embed_tokens.weight"], len(text) - 1, [MASK] * (LEVELS - eagle)
+
+    def norm(hidden: Tensor, name: str) -> Tensor:
+        return functional.rms_norm(hidden, hidden.shape[-1:], weights[f"{name}.weight"], 1e-6)
+
+    def turned(heads_HTC: Tensor, first: int) -> Tensor:
+        angles = torch.arange(first, first + heads_HTC.shape[1])[:, None] * 1e4 ** (-torch.arange(0, CHANNELS, 2) / CHANNELS)
+        numbers = torch.complex(*heads_HTC.chunk(2, dim=-1)) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([numbers.real, numbers.imag], -1)
+
+    if eagle:
+        fused = torch.cat([features_EF, weights["mask_hidden"][0].expand(len(masks), -1)]) @ weights["fc.weight"].T
+        hidden = fused
+        embedded = norm(embedding[[*text[1:], *masks]], "layers.0.input_layernorm")
+        read = torch.cat([embedded, norm(fused, "layers.0.hidden_norm")], -1)
+        visible = torch.ones(len(fused), len(fused), dtype=torch.bool).tril()
+    else:
+        context = norm(features_EF @ weights["fc.weight"].T, "hidden_norm")
+        hidden = embedding[[text[-1], *masks]]
+        read, visible = norm(hidden, "layers.0.input_layernorm"), torch.ones(len(hidden), known + len(hidden), dtype=torch.bool)
+    for number in range(layers):
+        name = f"layers.{number}."
+        if number:
+            read = norm(hidden, f"{name}input_layernorm")
+
+        def heads(part: str, inputs: Tensor, name: str = name) -> Tensor:
+            split = (inputs @ weights[f"{name}self_attn.{part}_proj.weight"].T).view(len(inputs), -1, CHANNELS).transpose(0, 1)
+            return norm(split, f"{name}self_attn.{part}_norm") if not eagle and part != "v" else split
+
+        both = torch.cat([context, read]) if not eagle else read
+        query, key = turned(heads("q", read), 0 if eagle else known), turned(heads("k", both), 0)
+        mixed = functional.scaled_dot_product_attention(query, key, heads("v", both), attn_mask=visible, enable_gqa=True)
+        hidden = hidden + mixed.transpose(0, 1).flatten(1) @ weights[f"{name}self_attn.o_proj.weight"].T
+        gate, up, down = (weights[f"{name}mlp.{part}_proj.weight"].T for part in ("gate", "up", "down"))
+        inner = norm(hidden, f"{name}post_attention_layernorm")
+        hidden = hidden + (functional.silu(inner @ gate) * (inner @ up)) @ down
+    return norm(hidden[-LEVELS:], "norm") @ weights["lm_head.weight"].T
 
 
 def reference_levels(folder: Path, features_1EF: Tensor, tokens_1E: Tensor, length: int) -> Tensor:
@@ -176,8 +220,9 @@ def reference_levels(folder: Path, features_1EF: Tensor, tokens_1E: Tensor, leng
     eagle = config.speculators_model_type == "peagle"
     # Training draws the places at which it looks: here it looks at one, and its loss is of no interest.
     last = length - 1
-    entries = torch.cat([torch.arange(ENTRIES), torch.full((LEVELS - 1,), last)])
-    peagle.generate_cod_sample_indices = lambda **_: (entries, torch.arange(LEVELS).repeat_interleave(torch.tensor([ENTRIES, 1, 1, 1])))
+    starts = torch.cat([torch.arange(ENTRIES), torch.full((LEVELS - 1,), last)])
+    chosen = starts, torch.arange(-ENTRIES + 1, LEVELS).clamp(min=0)
+    peagle.generate_cod_sample_indices = lambda **_: chosen
     peagle.compute_metrics = dflash.compute_metrics = lambda *_, **__: (None, {})
     # P-EAGLE has each token beside the features before it, DFlash beside those of its own place.
     inputs = tokens_1E if eagle else functional.pad(tokens_1E, (1, 0))[:, :ENTRIES]

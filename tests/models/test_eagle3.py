@@ -215,7 +215,9 @@ BAD: dict[str, tuple[Change, type[PolydraftError], str]] = {
     "fewer taps": (configured(**{TAPS: [1, 2]}), FailureError, "fc.weight has the shape [32, 96], where config and target"),
     "default taps": (configured(**{TAPS: None}), UsageError, "[2, 2, 1], not a list of different layers"),
     "two layers": (configured(num_hidden_layers=2), UsageError, "num_hidden_layers is 2; heads of 1 layer can be loaded"),
-    "another kind": (configured(speculators_model_type="medusa"), UsageError, "speculators_model_type is 'medusa'; allowed: dflash, eagle3, peagle"),
+    "another kind": (
+        configured(speculators_model_type="medusa"), UsageError, "type is 'medusa'; allowed: dflash, eagle3, peagle"
+    ),
     "another layer": (configured(model_type="gemma3"), UsageError, "model_type is 'gemma3'; allowed: llama, qwen2, qwen3"),
     "another activation": (configured(hidden_act="gelu"), UsageError, "hidden_act is 'gelu'"),
     "rope that depends on length": (

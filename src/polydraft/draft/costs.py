@@ -21,6 +21,7 @@ from polydraft.draft.speedup import Costs, cost_curve
 from polydraft.draft.trie import Limits, as_draft_tree, grow, trie_ladder
 from polydraft.models import Head, LanguageModel
 from polydraft.models.fingerprint import package_version
+from polydraft.models.heads.parallel_head import ParallelHead
 from polydraft.models.int8_copy import Int8Copy
 from polydraft.models.placement import agreed
 from polydraft.ngrams import GramOptions, SuffixCache
@@ -100,6 +101,7 @@ def costs_of(table: Mapping[str, Any], scheme: str) -> Costs:
     # N-grams are looked up once, which is timed as a level; a level of a draft has as many small operations as a plain round.
     by_level = 0.0 if captured else verification + (0.0 if scheme == GRAMS else host)
     per_level, overhead = level + by_level, verification if captured else 0.0
+    overhead += table.get("root", {}).get("pass", 0.0)
     return Costs(
         draft_level=per_level / plain,
         tree_pass=cost_curve(passes),
@@ -152,6 +154,8 @@ def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
             turns.append(levels[turn % len(levels)])
         turns.append(("target", str(size), target_pass(size)))
     turns += [level for level in levels if level not in turns]  # small trees have fewer passes than there are levels
+    if isinstance(draft, ParallelHead):
+        turns.append(("root", "pass", _root_pass(draft)))
     turns += [("verification", name, _verification(name, target, draft)) for name in ("plain", *schemes)]
     in_graphs = captures(target.device) and target.graph_obstacle is None
     if not in_graphs:
@@ -247,6 +251,16 @@ def _verification(name: str, target: LanguageModel, draft: Draft) -> Callable[[]
     return lambda: walk.run(scheme, tree, lambda node_B, path_BP: torch.softmax(logits_1V, dim=-1), own_1U)
 
 
+def _root_pass(head: ParallelHead) -> Callable[[], Any]:
+    """Return the work of the one pass of a round that gives all levels: an entry, the places behind it, and all logits."""
+    context, one_1 = head.start(1, 2 * _CONTEXT), torch.ones(1, dtype=torch.long, device=head.device)
+    tokens_1W = torch.zeros(1, _CONTEXT, dtype=torch.long, device=head.device)
+    fused_1WH = torch.zeros(1, _CONTEXT, head.shape.hidden_size, dtype=head.dtype, device=head.device)
+    context.store(tokens_1W, fused_1WH)
+    context.rewind([_CONTEXT])
+    return lambda: head.head(context.draft(tokens_1W[:, :1], fused_1WH[:, :1], one_1))
+
+
 def _draft_level(draft: LanguageModel | Head, name: str, beam: int) -> Callable[[], Any]:
     """Return one level's work: a pass of its nodes, `beam` of them where none are drawn, their distributions, and children."""
     width = 1 if isinstance(draft, Int8Copy) else beam if name == "top" else _DRAWING
@@ -255,19 +269,25 @@ def _draft_level(draft: LanguageModel | Head, name: str, beam: int) -> Callable[
     tokens_1T = torch.zeros(1, size, dtype=torch.long, device=device)
     own_1WU = torch.eye(width, dtype=torch.bool, device=device)[None]
     block = Block(0, torch.zeros(1, width, dtype=torch.long, device=device), own_1WU, levels=(width,))
-    if isinstance(draft, Head):
+    if isinstance(draft, ParallelHead):
+        known_1WD = torch.zeros(1, 1, draft.num_columns, dtype=draft.dtype, device=device).expand(-1, width, -1)
+
+        def logits() -> torch.Tensor:
+            return known_1WD
+
+    elif isinstance(draft, Head):
         zeros: Any = {"dtype": draft.dtype, "device": device}
         context.read(tokens_1T, torch.zeros(1, size, draft.hidden_size, **zeros), causal_block(1, size, device))
         fused_1WH = torch.zeros(1, width, draft.hidden_size, **zeros)
 
-        def read() -> torch.Tensor:
-            return context.read(tokens_1T[:, :width], fused_1WH, block)  # type: ignore[no-any-return]
+        def logits() -> torch.Tensor:
+            return draft.head(context.read(tokens_1T[:, :width], fused_1WH, block))
 
     else:
         context.extend(tokens_1T, causal_block(1, size, device))
 
-        def read() -> torch.Tensor:
-            return context.extend(tokens_1T[:, :width], block)  # type: ignore[no-any-return]
+        def logits() -> torch.Tensor:
+            return draft.head(context.extend(tokens_1T[:, :width], block))
 
     context.rewind([size])
     scores_1W = torch.zeros(1, width, device=device, dtype=torch.float64)
@@ -276,7 +296,7 @@ def _draft_level(draft: LanguageModel | Head, name: str, beam: int) -> Callable[
     scheme = SCHEMES.get(name)()
 
     def work() -> None:
-        probs_1WD = torch.softmax(draft.head(read()).float(), -1)
+        probs_1WD = torch.softmax(logits().float(), -1)
         if name == "top":
             best_children(scores_1W, probs_1WD, 2 * beam, 8 * beam)
         else:

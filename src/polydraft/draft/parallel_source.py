@@ -25,7 +25,7 @@ class ParallelSource(HeadSource):
 
     def __init__(self, head: ParallelHead, batch_size: int) -> None:
         super().__init__(head, batch_size)
-        self._levels_BDH = self._logits_BDV = torch.empty(0)
+        self._outputs_BDH = self._logits_BDV = torch.empty(0)
         """Outputs and logits of all levels; within a round."""
         self._level = 0
 
@@ -35,15 +35,15 @@ class ParallelSource(HeadSource):
 
     def _read_fresh(self) -> Tensor:
         """Read the fresh entries and the levels below; all logits come from one product with the output table."""
-        self._levels_BDH = self._context.draft(self._tokens_BW, self._fused_fresh(), self._fresh_B)
-        self._logits_BDV, self._level = self._head.head(self._levels_BDH), 0
+        self._outputs_BDH = self._context.draft(self._tokens_BW, self._fused_fresh(), self._fresh_B)
+        self._logits_BDV, self._level = self._head.head(self._outputs_BDH), 0
         self._context.advance((self._fresh_B - 1).clamp(min=0))
-        return self._levels_BDH[:, :1]
+        return self._outputs_BDH[:, :1]
 
     def expand(self, tokens_BW: Tensor, parents: Tensor, block: Block) -> Tensor:
         """Return the next level's output, for each of its nodes."""
         self._level += 1
-        return self._levels_BDH[:, self._level : self._level + 1].expand(-1, tokens_BW.shape[1], -1)
+        return self._outputs_BDH[:, self._level : self._level + 1].expand(-1, tokens_BW.shape[1], -1)
 
     def logits(self, features_BWF: Tensor) -> Tensor:
         """Return the logits of the level at hand, for each of its nodes."""

@@ -67,8 +67,9 @@ class TreeDrafter(Drafter):
         pay that would be slow to draw from. On a GPU a dynamic one is replaced by the best static one of as many nodes and
         levels where no kernels grow it.
     pauses : bool
-        On a CPU, let rows of static trees rest while drafting does not pay, as those of dynamic ones do; and decode plainly
-        where a draft that is no better than most could not pay at all.
+        Nobody asked for this tree: it ends where the draft gives no more levels. And on a CPU, let rows of static trees rest
+        while drafting does not pay, as those of dynamic ones do, and decode plainly where a draft that is no better than most
+        could not pay at all.
     """
 
     def __init__(
@@ -85,6 +86,14 @@ class TreeDrafter(Drafter):
         pauses: bool = False,
     ) -> None:
         self.model: LanguageModel | Head = model
+        if isinstance(model, ParallelHead):
+            levels, deepest = model.shape.depths, max(shape.depth, 0 if greedy is None else greedy.depth)
+            if deepest > levels and not pauses:
+                raise UsageError(
+                    f"draft {model.name!r} gives {levels} levels by a pass, but the tree has {deepest}; use a smaller "
+                    f"one, such as chain:{levels}"
+                )
+            shape, greedy = shape.cut(levels), None if greedy is None else greedy.cut(levels)
         if isinstance(model, Int8Copy) and isinstance(shape, DynamicShape):
             shape = dataclasses.replace(shape, beam=1)  # each further node of a level costs as much as the first
         self.topology: Topology | DynamicShape = shape
@@ -92,12 +101,6 @@ class TreeDrafter(Drafter):
         self.name = "dynamic" if self.dynamic else "head" if isinstance(model, Head) else "model"
         self.by_load = by_load and decision is None and not self.dynamic
         self._timings, self.greedy, self.pauses = Timings(), greedy, pauses
-        levels = max(shape.depth, 0 if greedy is None else greedy.depth)
-        if isinstance(model, ParallelHead) and levels > model.shape.depths:
-            raise UsageError(
-                f"draft {model.name!r} gives {model.shape.depths} levels per pass, but the tree has {levels}; use a shallower "
-                f"tree, such as chain:{model.shape.depths}"
-            )
         if isinstance(shape, Topology):
             check_tree(shape, scheme, model.num_columns)
         elif scheme != "auto":

@@ -4,7 +4,7 @@ import heapq
 import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice, pairwise
 
@@ -176,6 +176,10 @@ class Topology:
             lists[parent].append(node)
         return tuple(map(tuple, lists))
 
+    def cut(self, depth: int) -> "Topology":
+        """Return the tree without its levels below `depth`."""
+        return Topology(self.parents[: self.levels[depth].stop]) if depth < self.depth else self
+
     @property
     def max_children(self) -> int:
         """Largest number of children of any node."""
@@ -255,6 +259,10 @@ class DynamicShape:
     def like(cls, topology: Topology) -> "DynamicShape":
         """Return a dynamic tree with the nodes and the depth of a static one."""
         return cls(nodes=max(topology.num_nodes, 2), depth=max(topology.depth, 1))
+
+    def cut(self, depth: int) -> "DynamicShape":
+        """Return limits of a tree without levels below `depth`."""
+        return replace(self, depth=min(self.depth, depth))
 
     def __str__(self) -> str:
         return f"dynamic:{self.nodes}:{self.depth}{'' if self.adaptive else ':fixed'}"

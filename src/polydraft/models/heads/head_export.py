@@ -62,6 +62,8 @@ def export_speculators(head: FeatureHead, target: HFModel, verifier: str, folder
 def export_obstacle(head: FeatureHead) -> str | None:
     """Return why a head cannot be expressed, and what to do."""
     shape = head.shape
+    if head.depths is not None:
+        return "it drafts several levels by one pass, and only heads that read their candidates can be written"
     if shape.rope_frequencies or shape.rope_gain != 1:
         return "its rotary frequencies are not those of one base; convert the folder it came from with speculators itself"
     if shape.joins and shape.query_key_norm:
