@@ -216,7 +216,7 @@ BAD: dict[str, tuple[Change, type[PolydraftError], str]] = {
     "default taps": (configured(**{TAPS: None}), UsageError, "[2, 2, 1], not a list of different layers"),
     "two layers": (configured(num_hidden_layers=2), UsageError, "num_hidden_layers is 2; heads of 1 layer can be loaded"),
     "another kind": (
-        configured(speculators_model_type="medusa"), UsageError, "type is 'medusa'; allowed: dflash, eagle3, peagle"
+        configured(speculators_model_type="medusa"), UsageError, "type is 'medusa'; allowed: dflash, eagle3, mtp, peagle"
     ),
     "another layer": (configured(model_type="gemma3"), UsageError, "model_type is 'gemma3'; allowed: llama, qwen2, qwen3"),
     "another activation": (configured(hidden_act="gelu"), UsageError, "hidden_act is 'gelu'"),

@@ -37,7 +37,7 @@ from polydraft.models.hf import HFModel
 _MODEL_TYPES = ("llama", "qwen2", "qwen3")
 _STEADY_ROPE = ("default", "linear", "llama3", "yarn")
 """Ways to turn channels that do not depend on the length of the text."""
-_KINDS = ("dflash", "eagle3", "peagle")
+_KINDS = ("dflash", "eagle3", "mtp", "peagle")
 """Types of speculators that can be loaded."""
 _MOST_LAYERS = 64
 

@@ -87,8 +87,6 @@ class FeatureHead(HeadLayer, Head):
 
     side_by_side: ClassVar[int] = 2
     """Vectors that queries, keys and values read side by side where features and token are not joined."""
-    depths: int | None = None
-    """Levels that one pass gives; None where each level takes a pass of its own."""
 
     def __init__(
         self,

@@ -24,6 +24,8 @@ class Head(nn.Module, ABC):
     """Of its outputs, and of the target's features once they are fused."""
     taps: tuple[int, ...]
     """Layers of the target, counted from 1, whose outputs it reads besides the last hidden states."""
+    depths: int | None = None
+    """Levels that one pass gives; None where each level takes a pass of its own."""
     vocabulary: PartialVocabulary | None
     """Tokens that the columns of `head` stand for, where it does not know all of them."""
 
