@@ -21,7 +21,7 @@ from polydraft.serve.lane import Lane, LaneOptions
 from polydraft.serve.request import Request
 from polydraft.trees import DynamicShape, parse_tree
 
-from .test_round import COSTS, PROMPTS, head_tree, perturbed
+from .test_round import COSTS, PROMPTS, head_tree, parallel_tree, perturbed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -44,6 +44,8 @@ def build(name: str, kind: str) -> tuple[HFModel, Drafter]:
     else:
         tree = DynamicShape(nodes=24, depth=4) if kind.startswith("dynamic") else parse_tree("4x2x1")
         own = kind.endswith("head")
+        if kind.endswith(("peagle", "dflash")):
+            return target, parallel_tree(target, kind.removeprefix("dynamic-"), tree)
         drafter = head_tree(target, tree) if own else TreeDrafter(perturbed(name, "cuda"), tree, costs=COSTS)
     return target, Combination(drafter, gram_tree([grams], GramTreeOptions())) if grams else drafter
 
@@ -68,6 +70,7 @@ def test_prompts_that_captured_passes_read_have_the_same_texts(kind: str) -> Non
     [
         *("none", "model", "head", "lookup", "self-draft", "dynamic", "dynamic-head"),
         *("lookup+model", "lookup+head", "self-draft+head", "lookup+dynamic-head"),
+        *("peagle", "dflash", "dynamic-peagle", "dynamic-dflash"),
     ],
 )
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2"])
@@ -83,7 +86,7 @@ def test_replayed_rounds_give_the_same_texts(name: str, kind: str, sampling: Sam
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["none", "model", "head", "dynamic", "dynamic-head", "lookup", "lookup+head"])
+@pytest.mark.parametrize("kind", ["none", "model", "head", "dynamic", "dynamic-head", "lookup", "lookup+head", "dflash"])
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_rounds_that_run_ahead_give_the_same_texts(name: str, kind: str, temperature: float) -> None:
     target, drafter = build(name, kind)

@@ -12,7 +12,9 @@ from polydraft.engine import Decoder, Stats
 from polydraft.engine.round import run_round
 from polydraft.lab.theory import Costs
 from polydraft.models import FAMILIES, HeadShape, TabularModel
+from polydraft.models.heads.feature_head import ENDLESS
 from polydraft.models.heads.head_folder import new_head
+from polydraft.models.heads.parallel_head import DFlashHead, ParallelShape, PEagleHead
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary, SamplingParams
 from polydraft.trees import DynamicShape, Topology, parse_tree
@@ -43,6 +45,18 @@ def head_tree(target: HFModel, tree: Topology | DynamicShape | None = None) -> T
     head = new_head(shape, target, known, "test").to("cuda").requires_grad_(False)
     target.tap(shape.taps)
     return TreeDrafter(head, tree or parse_tree("4x2x1"), costs=COSTS)
+
+
+def parallel_tree(target: HFModel, kind: str, tree: Topology | DynamicShape) -> TreeDrafter:
+    sizes: dict[str, int] = {"num_heads": 2, "num_key_heads": 1, "head_size": 16, "mlp_size": 32, "depths": 5, "mask_token": 1}
+    form: dict[str, bool] = {"joins": False, "reads_last": False, "normed_output": False, "root_drafts": False}
+    shape = ParallelShape(**sizes, **form, taps=(1,), hidden_size=target.hidden_size, window=16, layer_windows=(16, ENDLESS))
+    known = PartialVocabulary(torch.arange(0, target.vocab_size, 2, device="cuda"), target.vocab_size)
+    torch.manual_seed(0)
+    head = new_head(shape, target, known, "test", {"peagle": PEagleHead, "dflash": DFlashHead}[kind])
+    head.to("cuda").requires_grad_(False)
+    target.tap(shape.taps)
+    return TreeDrafter(head, tree, costs=COSTS)
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
