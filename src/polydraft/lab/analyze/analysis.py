@@ -63,6 +63,8 @@ class Pair:
         draft = load_draft(self.draft_name, self.target)
         assert draft is not None, "'none' was refused"
         refuse_translated(draft, "analyze")
+        if isinstance(draft, Head) and draft.depths is not None:
+            raise UsageError(f"draft {self.draft_name!r} does not read the tokens between its levels; analyze drafts that do")
         return draft
 
     def fingerprint(self) -> list[str] | None:
