@@ -40,9 +40,14 @@ PLACES: dict[str, bool] = {"joins": False, "normed_output": False, "root_drafts"
 PARALLEL_SHAPE = ParallelShape(**SIZES, **PLACES, depths=6, mask_token=9, layer_windows=(6, ENDLESS))
 
 
-def random_head(shape: HeadShape = SHAPE, kind: type[FeatureHead] = FeatureHead) -> FeatureHead:
-    """Make a head over the table's features (its logits) that knows three quarters of the tokens, attention cut short."""
-    known = PartialVocabulary(torch.tensor([token for token in range(VOCABULARY) if token % 4 != 1]), VOCABULARY)
+THREE_QUARTERS = [token for token in range(VOCABULARY) if token % 4 != 1]
+
+
+def random_head(
+    shape: HeadShape = SHAPE, kind: type[FeatureHead] = FeatureHead, tokens: Sequence[int] = THREE_QUARTERS
+) -> FeatureHead:
+    """Make a head over the table's features (its logits) that knows some tokens, attention cut short."""
+    known = PartialVocabulary(torch.tensor(tokens), VOCABULARY)
     identity_VH = torch.eye(VOCABULARY)
     with torch.random.fork_rng():
         torch.manual_seed(3)

@@ -97,6 +97,7 @@ def test_what_clients_send_is_answered(short, client):
 
 
 OTHERS = [{}, [], "", "maybe", 0.5, 7, True, False, -1]
+PLAIN, TOOLS = {"prompt": "Once"}, ("tools", "tool_choice", "parallel_tool_calls")  # which chats have
 
 
 @pytest.mark.parametrize("name", _NEUTRAL)
@@ -106,7 +107,7 @@ def test_only_values_that_change_nothing_are_accepted(name):
         value = value() if isinstance(value, type) else value
         neutral = any(type(value) is type(one) and value == one for one in _NEUTRAL[name]) or type(value) in kinds
         try:
-            read_request({"messages": MESSAGES, name: value}, chat=True)
+            read_request({**(PLAIN if name in TOOLS else {"messages": MESSAGES}), name: value}, chat=name not in TOOLS)
         except UsageError as error:
             raise AssertionError(f"{name}={value!r}") from error
         except Exception as error:

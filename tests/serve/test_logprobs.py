@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from polydraft.serve.responses import TokenTexts
+from polydraft.serve.token_texts import TokenTexts
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 BYTES = {character: byte for byte, character in bytes_to_unicode().items()}

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from polydraft.engine import Decoder, Generation
     from polydraft.sampling import SamplingParams
 
-_EXPERT = ("mode", "draws", "verification", "min_width", "one_cache", "model_only")
+_EXPERT = ("mode", "early_stopping", "draws", "verification", "min_width", "one_cache", "model_only")
 """Fields of beams that `--set` sets."""
 
 

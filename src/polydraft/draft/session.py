@@ -1,13 +1,13 @@
 """One class for every drafter at work: it joins builders, and their sources, to the rounds of a batch."""
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from polydraft.devices import captures
+from polydraft.draft.border import Aside, Border
 from polydraft.draft.builder import Builder
 from polydraft.models import Context
 from polydraft.models.language_model import Observer
@@ -45,72 +45,6 @@ class Reading:
     """How many tokens of each text, read before, need no second look; None for all of them."""
     observer: Observer | None
     """Who wants to see features meanwhile."""
-
-
-class Border:
-    """Where the drawn tree of a round ends, beside which there is a trie: the walk may go over, and never comes back.
-
-    Parameters
-    ----------
-    depth : int
-        Levels of drawn trees.
-    """
-
-    def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self.nodes = 0
-        """Nodes of the last drawn tree; they come first."""
-        self._kept: list[int] = []
-        """How many of them, root included, each row's last path has."""
-
-    def cut(self, verdict: Verdict, keep_B: Tensor) -> tuple[Verdict, Tensor]:
-        """Return the part of a verdict that lies in the drawn tree, and how many nodes it keeps."""
-        own_BD = verdict.path_BD < self.nodes
-        steps_D = torch.arange(verdict.path_BD.shape[1], device=keep_B.device)
-        own_keep_B = (own_BD & (steps_D < keep_B[:, None])).sum(1)
-        # Entries beyond the path repeat some node of it; which one does not matter.
-        stop = self._depth + 1
-        path_BD, accepted_B = torch.where(own_BD, verdict.path_BD, 0)[:, :stop], (own_keep_B - 1).clamp(min=0)
-        return replace(verdict, path_BD=path_BD, tokens_BD=verdict.tokens_BD[:, :stop], accepted_B=accepted_B), own_keep_B
-
-    def receive(self, reports: Sequence[Sequence[int]]) -> None:
-        """Take on the host how many nodes `cut` kept."""
-        self._kept = [report[0] for report in reports]
-
-    def drawn(self, row: int, tokens: Sequence[int]) -> int:
-        """Return how many of a row's accepted tokens were drawn: they come first."""
-        return min(max(self._kept[row] - 1, 0), len(tokens))
-
-    def behind(self, emitted: Sequence[Sequence[int]]) -> list[int]:
-        """Return how many emitted tokens of each row the drawn tree did not have."""
-        return [max(len(tokens) - kept, 0) if tokens else 0 for tokens, kept in zip(emitted, self._kept, strict=True)]
-
-
-class Aside:
-    """A stream in which a device works on n-grams while a draft's passes follow each other."""
-
-    def __init__(self) -> None:
-        self._stream: torch.cuda.Stream | None = None
-
-    @contextmanager
-    def working(self, device: torch.device) -> Iterator[None]:
-        """Let the device do what is asked here beside what is asked next.
-
-        What it leaves is used before the next round begins here, so that its memory is not taken too early.
-        """
-        if not captures(device):
-            yield
-            return
-        streams = torch.get_device_module(device)
-        self._stream = self._stream or streams.Stream(device)
-        self._stream.wait_stream(streams.current_stream(device))
-        with streams.stream(self._stream):
-            yield
-
-    def join(self, device: torch.device) -> None:
-        """Let what is asked next wait for it."""
-        if self._stream is not None:
-            torch.cuda.current_stream(device).wait_stream(self._stream)
 
 
 class DraftSession(ByRow):

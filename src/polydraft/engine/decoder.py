@@ -360,9 +360,7 @@ class Decoder:
                 list(messages), tools=tools and list(tools), tokenize=False, add_generation_prompt=True
             )
         except Exception as error:  # templates are programs, and refuse what they do not like in ways of their own
-            raise UsageError(
-                f"the model's chat template refuses these messages ({error}); change their roles or order"
-            ) from None
+            raise UsageError(f"the chat template refuses these messages ({error}); change their roles or order") from None
         check_text(text)
         return text
 
@@ -371,15 +369,12 @@ class Decoder:
         wanted = [own.grammar for own in params]
         if not any(wanted):
             return [None] * len(texts)
-        if not all(wanted):
-            raise UsageError("some texts of this batch have a grammar and others have none; generate them apart")
         with self._lending:
             if self._grammars is None:
                 if self.tokenizer is None:
                     raise UsageError("grammars need a tokenizer; pass tokenizer=... to the Decoder")
                 self._grammars = Grammars(self.tokenizer, self.target.vocab_size, self.eos_token_ids)
-        compiled = {id(grammar): self._grammars.compiled(grammar) for grammar in wanted if grammar is not None}
-        return [self._grammars.processor(compiled[id(grammar)], len(text)) for grammar, text in zip(wanted, texts, strict=True)]
+        return self._grammars.processors(wanted, [len(text) for text in texts])
 
     def _lend(self, drafter: Drafter, params: RowParams, keep: bool) -> Workspace:
         """Return memories for a batch that nobody else is given until they are put back: kept or spare ones, else new ones."""

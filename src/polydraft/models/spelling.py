@@ -9,6 +9,7 @@ from typing import Any
 from polydraft.errors import UsageError
 
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_STEP = re.compile(r'"type":\s*"(\w+)"')
 
 
 @dataclass(frozen=True)
@@ -38,10 +39,8 @@ class Spelling:
 
 def spelling_of(tokenizer: Any, name: str) -> Spelling:
     """Return what the tokens of a model's tokenizer spell; refuses tokenizers that do not say it."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    decoder = b"" if backend is None or backend.decoder is None else backend.decoder.__getstate__()
-    byte_level = b'"ByteLevel"' in decoder
-    if not byte_level and b'"ByteFallback"' not in decoder and b'"Metaspace"' not in decoder:
+    byte_level = is_byte_level(tokenizer)
+    if not byte_level and not {"ByteFallback", "Metaspace"} & _decoders(tokenizer):
         raise UsageError(
             f"the tokenizer of {name!r} is neither byte-level nor SentencePiece's, so its tokens cannot be compared; "
             "use a draft with the target's tokenizer"
@@ -51,9 +50,30 @@ def spelling_of(tokenizer: Any, name: str) -> Spelling:
         number: added[number].content.encode() if number in added else spelled(token, byte_level)
         for token, number in tokenizer.get_vocab().items()
     }
-    stand_ins = {number for token, number in tokenizer.get_vocab().items() if not byte_level and _BYTE.fullmatch(token)}
+    stand_ins = {number for token, number in tokenizer.get_vocab().items() if not byte_level and is_single_byte(token)}
     special = {entry.content: number for number, entry in added.items() if entry.special}
     return Spelling(bytes_of, special, frozenset(stand_ins))
+
+
+def is_byte_level(tokenizer: Any) -> bool:
+    """Whether tokens are spelled in one character per byte."""
+    return "ByteLevel" in _decoders(tokenizer)
+
+
+def falls_back(tokenizer: Any) -> bool:
+    """Whether some tokens are single bytes, spelled <0x0A>."""
+    return "ByteFallback" in _decoders(tokenizer)
+
+
+def _decoders(tokenizer: Any) -> set[str]:
+    """Return the steps by which tokens become text."""
+    decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+    return set() if decoder is None else set(_STEP.findall(decoder.__getstate__().decode()))
+
+
+def is_single_byte(token: str) -> bool:
+    """Whether a token is spelled as a byte, such as <0x0A>."""
+    return _BYTE.fullmatch(token) is not None
 
 
 def spelled(token: str, byte_level: bool) -> bytes:

@@ -137,6 +137,14 @@ class Grammars:
             if not matcher.consume_tokens(tokens):
                 raise GrammarError(_reason(matcher))
 
+    def processors(self, wanted: Sequence[Grammar | None], prompt_lengths: Sequence[int]) -> list["GrammarProcessor | None"]:
+        """Return what keeps each text of a batch to its grammar; all texts must have one."""
+        grammars = [grammar for grammar in wanted if grammar is not None]
+        if len(grammars) < len(wanted):
+            raise UsageError("some texts of this batch have a grammar and others have none; generate them apart")
+        compiled = {id(grammar): self.compiled(grammar) for grammar in grammars}
+        return [self.processor(compiled[id(grammar)], length) for grammar, length in zip(grammars, prompt_lengths, strict=True)]
+
     def processor(self, grammar: str, prompt_length: int) -> "GrammarProcessor":
         """Return what keeps one text to a grammar, from the end of its prompt on."""
         return GrammarProcessor(self._matcher(grammar), prompt_length, self._vocab_size)

@@ -1,11 +1,9 @@
 """The JSON of responses: complete answers, chunks of streams, log-probabilities."""
 
-import re
 import secrets
 import time
 from collections import Counter
 from collections.abc import Sequence
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -18,10 +16,9 @@ from polydraft.serve.errors import error_object
 from polydraft.serve.parsing import CALL, CONTENT, REASONING, Piece
 from polydraft.serve.protocol import CompletionRequest
 from polydraft.serve.request import OFF, Progress, Request
+from polydraft.serve.token_texts import TokenTexts
 
 _FINISH = {StopReason.EOS: "stop", StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.CONTEXT: "length"}
-_BYTE = re.compile("<0x([0-9A-F]{2})>")
-"""How tokenizers that fall back to bytes spell them."""
 
 
 class ResponseBuilder:
@@ -42,7 +39,7 @@ class ResponseBuilder:
     """What follows the events of a stream."""
 
     def __init__(
-        self, wanted: CompletionRequest, request: Request, *, model: str, token_texts: "TokenTexts", drafts: bool
+        self, wanted: CompletionRequest, request: Request, *, model: str, token_texts: TokenTexts, drafts: bool
     ) -> None:
         self._wanted, self._sequences, self._token_texts, self._drafts = wanted, request.sequences, token_texts, drafts
         kind = "chat.completion" if wanted.chat else "text_completion"
@@ -225,78 +222,3 @@ class ResponseBuilder:
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text, found = self._token_texts(token)
         return {"token": text, "logprob": logprob, "bytes": found}
-
-
-class TokenTexts:
-    """Texts and bytes of single tokens.
-
-    Parameters
-    ----------
-    tokenizer : Hugging Face tokenizer
-    """
-
-    def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
-        self._known: dict[int, tuple[str, list[int]]] = {}
-
-    def __call__(self, token: int) -> tuple[str, list[int]]:
-        """Return a token's text, with replacement characters for incomplete UTF-8, and its bytes."""
-        if token not in self._known:
-            text = self._text(token)
-            self._known[token] = text, self._bytes(token, text)
-        return self._known[token]
-
-    def length(self, token: int) -> int:
-        """Return how many characters begin in a token: where several share one, the first of them has it."""
-        return sum(byte & 0xC0 != 0x80 for byte in self(token)[1])
-
-    def _text(self, token: int) -> str:
-        """Decode it after another token: many tokenizers drop a leading space, which would make some tokens look the same."""
-        before, both = self.decoded(self._before), self.decoded([*self._before, token])
-        return both[len(before) :] if both.startswith(before) else self.decoded([token])
-
-    def decoded(self, tokens: Sequence[int]) -> str:
-        """Return the text of several tokens."""
-        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-
-    @cached_property
-    def _before(self) -> list[int]:
-        return list(self._tokenizer("a", add_special_tokens=False)["input_ids"])
-
-    def _bytes(self, token: int, text: str) -> list[int]:
-        piece = self._tokenizer.convert_ids_to_tokens(token)
-        if self._is_byte_level and piece not in self._special:
-            found = [_BYTE_OF.get(character) for character in piece or ""]
-            if None not in found:
-                return [byte for byte in found if byte is not None]
-        if self._falls_back and (match := _BYTE.fullmatch(piece or "")):
-            return [int(match[1], 16)]
-        return list(text.encode("utf-8", "replace"))
-
-    @cached_property
-    def _special(self) -> frozenset[str]:
-        return frozenset(self._tokenizer.all_special_tokens)
-
-    @cached_property
-    def _is_byte_level(self) -> bool:
-        """Whether pieces are spelled in one character per byte."""
-        return "ByteLevel" in self._decoder
-
-    @cached_property
-    def _falls_back(self) -> bool:
-        """Whether some pieces are single bytes, spelled <0x0A>."""
-        return "ByteFallback" in self._decoder
-
-    @cached_property
-    def _decoder(self) -> str:
-        return str(getattr(getattr(self._tokenizer, "backend_tokenizer", None), "decoder", ""))
-
-
-def _spelling() -> dict[str, int]:
-    """Return which byte each character stands for in byte-level tokenizers: printable ASCII and Latin-1 for themselves."""
-    themselves = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in themselves]
-    return {chr(byte): byte for byte in themselves} | {chr(256 + number): byte for number, byte in enumerate(others)}
-
-
-_BYTE_OF = _spelling()

@@ -27,8 +27,9 @@ from polydraft.serve.options import ServeOptions
 from polydraft.serve.parsing import Parser
 from polydraft.serve.protocol import CompletionRequest, sampling_name
 from polydraft.serve.request import AUTO, OFF, Lockstep, Request
-from polydraft.serve.responses import ResponseBuilder, TokenTexts
+from polydraft.serve.responses import ResponseBuilder
 from polydraft.serve.scheduler import Scheduler
+from polydraft.serve.token_texts import TokenTexts
 from polydraft.serve.tools import grammar_of, parser_of
 
 _USUAL_CHARACTERS = 16

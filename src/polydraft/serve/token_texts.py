@@ -1,0 +1,64 @@
+"""Texts and bytes of single tokens, as log-probabilities list them."""
+
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+from polydraft.models.spelling import falls_back, is_byte_level, is_single_byte, spelled
+
+
+class TokenTexts:
+    """Texts and bytes of single tokens.
+
+    Parameters
+    ----------
+    tokenizer : Hugging Face tokenizer
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def __call__(self, token: int) -> tuple[str, list[int]]:
+        """Return a token's text, with replacement characters for incomplete UTF-8, and its bytes."""
+        if token not in self._known:
+            text = self._text(token)
+            self._known[token] = text, self._bytes(token, text)
+        return self._known[token]
+
+    def length(self, token: int) -> int:
+        """Return how many characters begin in a token: where several share one, the first of them has it."""
+        return sum(byte & 0xC0 != 0x80 for byte in self(token)[1])
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """Return the text of several tokens."""
+        return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+
+    def _text(self, token: int) -> str:
+        """Decode it after another token: many tokenizers drop a leading space, which would make some tokens look the same."""
+        before, both = self.decoded(self._before), self.decoded([*self._before, token])
+        return both[len(before) :] if both.startswith(before) else self.decoded([token])
+
+    @cached_property
+    def _before(self) -> list[int]:
+        return list(self._tokenizer("a", add_special_tokens=False)["input_ids"])
+
+    def _bytes(self, token: int, text: str) -> list[int]:
+        piece = self._tokenizer.convert_ids_to_tokens(token) or ""
+        if self._byte_level and piece not in self._special:
+            return list(spelled(piece, True))
+        if self._falls_back and is_single_byte(piece):
+            return list(spelled(piece, False))
+        return list(text.encode("utf-8", "replace"))
+
+    @cached_property
+    def _special(self) -> frozenset[str]:
+        return frozenset(self._tokenizer.all_special_tokens)
+
+    @cached_property
+    def _byte_level(self) -> bool:
+        return is_byte_level(self._tokenizer)
+
+    @cached_property
+    def _falls_back(self) -> bool:
+        return falls_back(self._tokenizer)
