@@ -45,7 +45,7 @@ def test_so_does_one_that_is_loaded_already(roomy: str) -> None:
 
 def test_a_target_in_int8_has_ngrams(roomy: str, said: pytest.LogCaptureFixture) -> None:
     ours = polydraft.load(roomy, dtype="int8")
-    assert ours.drafter.name == "suffix" and "in int8 itself: n-grams of the text draft where they pay" in said.text
+    assert ours.drafter.name == "suffix" and "in int8 already, so n-grams of the text draft where they pay" in said.text
     assert ours.generate("abcabcabc", sampling=GREEDY, max_new_tokens=8).token_ids
 
 

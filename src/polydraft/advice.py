@@ -53,20 +53,28 @@ TRAIN = Way(
     takes="12 minutes and 0.13 GB of disk for Qwen2.5-Coder-1.5B (8M tokens, 1,100 steps, H200); it first estimates yours",
     gives="2.53× at T=0, 2.24× at T=1 (the same model, HumanEval, H200); found by itself from then on",
 )
+LAYERS = Way(
+    have="MTP layers in the checkpoint",
+    options="--draft mtp",
+    by_default=True,
+    takes="the layer's memory",
+    gives="not measured; it depends on the checkpoint",
+)
 WAYS = (
     COPY,
     INT8,
+    LAYERS,
     Way(
-        have="a small model of the same family",
+        have="a public head (EAGLE-3, P-EAGLE, DFlash)",
+        options="--draft org/head",
+        takes="the head's memory",
+        gives="not measured; it depends on the head",
+    ),
+    Way(
+        have="a small model of the same family, or of another",
         options="--draft org/small-model",
         takes="the small model's memory",
         gives="not measured; it depends on the pair, and `polydraft tune` measures it",
-    ),
-    Way(
-        have="a public EAGLE-3 head",
-        options="--draft org/eagle3-head",
-        takes="the head's memory",
-        gives="not measured; it depends on the head",
     ),
     TRAIN,
 )

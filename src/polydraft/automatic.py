@@ -101,12 +101,12 @@ def automatic_draft(
         except (UsageError, torch.OutOfMemoryError) as error:  # somebody else took the memory meanwhile
             choice = _without_copy(target, str(error).splitlines()[0])
     said = {
-        INT8: f": its own weights in int8 draft, {size / 1e9:.1f} GB more memory (--draft none: plain)",
-        NGRAMS: f", and {choice.reason}: n-grams of the text draft where they pay",
-        AUTO: f", and {choice.reason}: decoding plainly",
+        INT8: f"so its own weights in int8 draft: {size / 1e9:.1f} GB more memory (--draft none decodes plainly)",
+        NGRAMS: f"and {choice.reason}, so n-grams of the text draft where they pay",
+        AUTO: f"and {choice.reason}, so it decodes plainly",
     }[choice.draft if copy is not None else choice.drafter]
     trained = f"a trained head is faster ({_TRAINING}): {train_command(target.name)}"
-    logger.info("no draft for %s is known%s; %s", target.name, said, trained)
+    logger.info("%s has no draft, %s; %s", target.name, said, trained)
     return dataclasses.replace(options, draft=choice.draft, drafter=choice.drafter, tree=choice.tree), copy
 
 

@@ -83,7 +83,7 @@ def test_the_target_keeps_its_weights(roomy: str) -> None:
 
 
 def test_what_cannot_be_copied_says_so(roomy: str) -> None:
-    with pytest.raises(UsageError, match="draft 'int8' does not work here: the target is in int8 itself; use a draft model"):
+    with pytest.raises(UsageError, match="draft 'int8' does not work here: the target is in int8 already; use a draft model"):
         polydraft.load(roomy, "int8", dtype="int8")
     with pytest.raises(UsageError, match="compiled code, which is switched off"):
         polydraft.load(roomy, "int8", dtype="float32", native=False)

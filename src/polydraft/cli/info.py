@@ -90,7 +90,8 @@ def _target_facts(options: LoadOptions) -> dict[str, Any]:
         return {**facts, "refused": str(error)}
     left = None if free is None or needed is None else free - needed
     choice = None if twin is None or fits is False else choose(twin, model.copy_bytes, left)
-    return {**facts, "runs by": _runs_by(model), **_drafts(options, model, choice, fits), "ways": [*_ways(model, choice, fits)]}
+    drafts = _drafts(options, model, choice, fits)
+    return {**facts, "runs by": _runs_by(model), **drafts, "ways": [*_ways(model, choice, fits, drafts["found"]["layers"])]}
 
 
 def _runs_by(model: "Outline") -> str:
@@ -125,7 +126,7 @@ def _drafts(options: LoadOptions, model: "Outline", choice: "Choice | None", fit
     pick = tuned(options, known, model.device, model.dtype, batch=1, temperature=None)
     found = {
         "draft": None if known == NONE else known,
-        "shipped": shipped_layers(options.target)[1],
+        "layers": shipped_layers(options.target)[1],
         "tuned": None if pick is None else dataclasses.asdict(pick),
     }
     tree, drafter = (AUTO, AUTO) if pick is None else (pick.tree, pick.drafter)
@@ -147,9 +148,9 @@ def _drafts(options: LoadOptions, model: "Outline", choice: "Choice | None", fit
     return {"found": found, "auto": {"draft": auto.draft, "drafter": auto.drafter, "tree": auto.tree, "why": why}}
 
 
-def _ways(model: "Outline", choice: "Choice | None", fits: bool | None) -> Iterator[dict[str, Any]]:
-    """Yield the rows of README's table, for this target."""
-    from polydraft.advice import COPY, INT8, TRAIN, WAYS
+def _ways(model: "Outline", choice: "Choice | None", fits: bool | None, layers: str) -> Iterator[dict[str, Any]]:
+    """Yield the rows of README's table, for this target; `layers` says which MTP layers its checkpoint has."""
+    from polydraft.advice import COPY, INT8, LAYERS, TRAIN, WAYS
     from polydraft.automatic import train_command
     from polydraft.defaults import SHIPPED_DRAFT, default_draft
     from polydraft.devices import is_host
@@ -159,6 +160,7 @@ def _ways(model: "Outline", choice: "Choice | None", fits: bool | None) -> Itera
     obstacles = {
         COPY: "the model itself does not fit into memory" if fits is False else None if choice is None else choice.reason,
         INT8: already or (kernels_missing(model.device) if is_host(model.device) else "dtype int8 is for CPUs"),
+        LAYERS: None if layers.startswith("MTP layers:") else layers,
         TRAIN: "a trained head ships for this model" if default_draft(model.name) == SHIPPED_DRAFT else None,
     }
     for way in WAYS:
@@ -188,7 +190,7 @@ def _told(facts: dict[str, Any], width: int) -> Iterator[str]:
     yield row("runs by", facts["runs by"])
     tuned = "" if facts["found"]["tuned"] is None else "; a profile of polydraft tune"
     found = facts["found"]["draft"] or "no head beside it, and none trained for it here"
-    yield row("found", f"{found}; {facts['found']['shipped']}{tuned}")
+    yield row("found", f"{found}; {facts['found']['layers']}{tuned}")
     yield row("auto", _auto_words(facts["auto"]))
     yield ""
     yield f"polydraft generate PROMPT --target {facts['target']}, with one of"
@@ -200,8 +202,7 @@ def _told(facts: dict[str, Any], width: int) -> Iterator[str]:
         if way["not here"] is not None:
             yield row(name, f"not here: {way['not here']}", 23)
         else:
-            yield row(name, f"takes {way['takes']}", 23)
-            yield row("", f"speed-up: {way['gives']}", 23)
+            yield row(name, f"takes {way['takes']}. Speed-up: {way['gives']}", 23)
 
 
 def _memory(facts: dict[str, Any]) -> str:

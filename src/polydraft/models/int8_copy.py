@@ -50,7 +50,7 @@ def copy_obstacle(target: Any) -> str | None:
     if not isinstance(target, HFModel):
         return "the target is not a Hugging Face model"
     if target.int8:
-        return "the target is in int8 itself"
+        return "the target is in int8 already"
     if target.quantised_by is not None:
         return f"the target is quantised by {target.quantised_by} already"
     if target.recurrence is not None:
