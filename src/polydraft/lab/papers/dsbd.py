@@ -3,7 +3,7 @@
 import numpy as np
 
 from polydraft.lab.charts import Drawing, scatter
-from polydraft.lab.estimate import Estimate, verdict
+from polydraft.lab.estimate import LEAST_PROMPTS, Estimate, verdict
 from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
 from polydraft.tune.contest import mean_interval
 
@@ -53,8 +53,6 @@ _OF_ONE_CACHE = {f"DSBD, {label}": _model_only(method) for label, method in _ONE
 }
 _UNTIMED = (_DISTINCT, _SHARED, _FIXED, _model_only(_FIXED), _BEAMS[1])
 _QUALITY, _SPEED = "spec_bench-t1", "speed-t1"
-_LEAST_PROMPTS = 6
-"""With fewer there is no interval."""
 _COLUMNS = [
     *("method", "log-likelihood/token", "minus multinomial's", "tokens/pass", "tokens/s"),
     *("J/token", "peak memory, GiB", "speed-up"),
@@ -74,12 +72,12 @@ def _difference(results: Results, method: str, base: str) -> Estimate | None:
     if not differences:
         return None
     value, low, high = mean_interval(np.array(differences))
-    return Estimate(value, low, high) if len(differences) >= _LEAST_PROMPTS else Estimate(value)
+    return Estimate(value, low, high) if len(differences) >= LEAST_PROMPTS else Estimate(value)
 
 
 def _row(name: str, results: Results, method: str) -> list[str]:
     """Return what the texts are worth, on all prompts, and what they cost, on the timed ones."""
-    memory = results.get_figure(_SPEED, method, "peak_memory_bytes")
+    memory = results.figure(_SPEED, method, "peak_memory_bytes")
     return [
         name,
         results.text(_QUALITY, method, "log_likelihood_per_token", digits=3),
@@ -96,7 +94,7 @@ def _points(results: Results, names: dict[str, str], key: str, sign: int = 1) ->
     """Return label, cost and likelihood of methods that have both."""
     found = []
     for label, method in names.items():
-        x, y = results.get_figure(_SPEED, method, key), results.get_figure(_QUALITY, method, "log_likelihood_per_token")
+        x, y = results.figure(_SPEED, method, key), results.figure(_QUALITY, method, "log_likelihood_per_token")
         if x is not None and y is not None:
             found.append((label, sign * x, y))
     return found
@@ -118,7 +116,7 @@ def _figure(results: Results, key: str, file: str, across: str, sign: int = 1) -
 
 
 def _pareto(results: Results) -> Comparison:
-    joules = any(results.get_figure(_SPEED, method, "joules_per_token") for method in _BEAMS.values())
+    joules = any(results.figure(_SPEED, method, "joules_per_token") for method in _BEAMS.values())
     drawings = [_figure(results, "tokens_per_second", "figure-4.svg", "tokens per second")]
     if joules:
         across = "joules per token, counted downwards"
@@ -198,7 +196,7 @@ def _orderings(results: Results) -> list[list[str]]:
         ("with one cache, 1.54 times less energy than beam sampling of width 5", "joules_per_token", _BEAMS[5], "W=5"),
         ("with one cache, about as fast as SpD", "speedup", _SPECULATIVE, "SpD"),
     ):
-        pair = [(label, results.estimate(_SPEED, method, key)), (name, results.estimate(_SPEED, base, key))]
+        pair = [(label, results.figure(_SPEED, method, key)), (name, results.figure(_SPEED, base, key))]
         pair = pair[::-1] if key == "joules_per_token" else pair
         rows.append(ordering(claim, *pair, digits=2, alike=base == _SPECULATIVE))
     return rows
@@ -221,11 +219,11 @@ def _at_equal_quality(results: Results, width: int) -> list[list[str]]:
         said = f"none of the settings is as likely; nearest is {best}, by {text_of(known[best], digits=3)}"
         return [[claim, said, holds, ""] for claim in claims.values()]
     good = [label for label, figure in known.items() if figure >= 0]
-    found = max(good, key=lambda label: results.get_figure(_SPEED, _DYNAMIC[label], "speedup") or 0.0)
+    found = max(good, key=lambda label: results.figure(_SPEED, _DYNAMIC[label], "speedup") or 0.0)
     why = f"the fastest setting that is as likely; its likelihood, minus beams': {text_of(known[found], digits=3)}"
     rows = []
     for key, claim in claims.items():
-        pair = [(found, results.estimate(_SPEED, _DYNAMIC[found], key)), (f"W={width}", results.estimate(_SPEED, base, key))]
+        pair = [(found, results.figure(_SPEED, _DYNAMIC[found], key)), (f"W={width}", results.figure(_SPEED, base, key))]
         rows.append(ordering(claim, *(pair if key == "speedup" else pair[::-1]), digits=2, why=why))
     return rows
 
@@ -235,14 +233,9 @@ _SETTINGS = {"top_k": 10, "top_p": 0.8, "log_likelihood": True}
 DSBD = Paper(
     title="Dynamic-Width Speculative Beam Decoding for LLM Inference",
     runs=(
-        Run(name=_QUALITY, prompts="spec_bench", temperature=1.0, methods=_METHODS, settings=_SETTINGS, seeds=True),
-        Run(
-            name=_SPEED,
-            prompts="spec_bench",
-            temperature=1.0,
-            methods=tuple(method for method in _METHODS if method not in _UNTIMED),
-            settings=_SETTINGS | {"log_likelihood": False},
-            timed=True,
+        *Run.of_acceptance("spec_bench", (1.0,), _METHODS, settings=_SETTINGS, seeds=True),
+        Run.of_speed(
+            1.0, tuple(method for method in _METHODS if method not in _UNTIMED), settings=_SETTINGS | {"log_likelihood": False}
         ),
     ),
     tables=_tables,

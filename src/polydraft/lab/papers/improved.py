@@ -4,7 +4,8 @@ from collections.abc import Callable, Sequence
 
 from polydraft.lab.charts import Drawing, curves, grouped_columns
 from polydraft.lab.estimate import Estimate
-from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
+from polydraft.lab.papers.mcsd_pairs import CHAIN, TREE
+from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, run_name, text_of
 from polydraft.lab.theory import improvement_factor
 
 _DEPTH, _WIDTH, _FIGURE_3_WIDTH = 5, 16, 6
@@ -37,11 +38,10 @@ def _eager_fork(width: int) -> str:
     return _fork(width) + _EAGER
 
 
-_SD, _MCSD = "sd:5,scheme=speculative,walk=node", "mcsd:4x2x2x1x1,scheme=rrs-wor,walk=node"
 _DYNAMIC = "dynamic:64"
 _TABLE = {
-    "SD, γ = 5": _SD,
-    "MCSD, 4x2x2x1x1": _MCSD,
+    "SD, γ = 5": CHAIN,
+    "MCSD, 4x2x2x1x1": TREE,
     "target-initialised D = 5, W = 16, **lossy**": _lossy(_WIDTH),
     "the same with P_T1 (hidden states), **lossy**, the complete method": _with_hidden(_WIDTH),
     "the same with P_T2 (probabilities), **lossy**, the complete method": _with_distribution(_WIDTH),
@@ -63,24 +63,20 @@ def _by_widths(kinds: dict[str, Callable[[int], str]], widths: Sequence[int]) ->
 
 
 _EAGER_ARMS = tuple(name if name.startswith("target-init") else name + _EAGER for name in _TABLE.values())
-_CAPTURED_ARMS = (_SD, _MCSD, _fork(_WIDTH), _DYNAMIC)
+_CAPTURED_ARMS = (CHAIN, TREE, _fork(_WIDTH), _DYNAMIC)
 _SPEED = ("ar", "ar" + _EAGER, *_EAGER_ARMS, *_CAPTURED_ARMS)
 
 
-def _run(prompts: str, temperature: float) -> str:
-    return f"{prompts}-t{temperature:g}"
-
-
-_COUNTED_RUNS = tuple(_run(prompts, temperature) for prompts in _SETS for temperature in _TEMPERATURES)
-_SPEED_RUNS = tuple(f"speed-t{temperature:g}" for temperature in _TEMPERATURES)
+_COUNTED_RUNS = tuple(run_name(prompts, temperature) for prompts in _SETS for temperature in _TEMPERATURES)
+_SPEED_RUNS = tuple(run_name("speed", temperature) for temperature in _TEMPERATURES)
 
 
 def _alpha(results: Results, run: str, method: str) -> Estimate | None:
     """Return the paper's α: accepted drafts per round over D, for every method; the target's own first tokens are no drafts."""
-    accepted = results.estimate(run, method, "accepted_per_pass")
+    accepted = results.figure(run, method, "accepted_per_pass")
     if accepted is not None:
         return accepted.scaled(1 / _DEPTH)
-    share = results.estimate(run, method, "accepted_share")  # what earlier runs kept: over the drafted path
+    share = results.figure(run, method, "accepted_share")  # what earlier runs kept: over the drafted path
     if share is None or "decision" in method:
         return None
     return share.scaled((_DEPTH + 1) / _DEPTH) if method.startswith("target-init") else share
@@ -89,9 +85,9 @@ def _alpha(results: Results, run: str, method: str) -> Estimate | None:
 def _acceptance(results: Results) -> Comparison:
     rows = []
     for temperature in _TEMPERATURES:
-        run = _run("spec_bench", temperature)
+        run = run_name("spec_bench", temperature)
         for label, name in _TABLE.items():
-            alphas = [text_of(_alpha(results, _run(prompts, temperature), name)) for prompts in _SETS]
+            alphas = [text_of(_alpha(results, run_name(prompts, temperature), name)) for prompts in _SETS]
             figures = [results.text(run, name, key) for key in ("acceptance_rate", "tokens_per_pass")]
             rows.append([f"{temperature:g}", label, *alphas, *figures])
     return Comparison(
@@ -119,7 +115,7 @@ def _acceptance(results: Results) -> Comparison:
 def _speed(results: Results) -> Comparison:
     """Figure 4, and eq. 1 beside what was measured."""
     arms = {"plain decoding": "ar" + _EAGER, **dict(zip(_TABLE, _EAGER_ARMS, strict=True))}
-    captured = {"plain decoding": "ar", "SD, γ = 5": _SD, "MCSD, 4x2x2x1x1": _MCSD, "fork D = 5, W = 16 *": _fork(_WIDTH)}
+    captured = {"plain decoding": "ar", "SD, γ = 5": CHAIN, "MCSD, 4x2x2x1x1": TREE, "fork D = 5, W = 16 *": _fork(_WIDTH)}
     captured["dynamic tree, at most 64 nodes, lossless *"] = _DYNAMIC
     rows = []
     for temperature, run in zip(_TEMPERATURES, _SPEED_RUNS, strict=True):
@@ -148,11 +144,11 @@ def _predicted(results: Results, run: str, method: str) -> float | None:
         return None
     plain = "ar" + _EAGER if method.endswith(_EAGER) else "ar"
     rate, own, base = (
-        results.estimate(run, method, "acceptance_rate"),
-        results.estimate(run, method, "tokens_per_second"),
-        results.estimate(run, plain, "tokens_per_second"),
+        results.figure(run, method, "acceptance_rate"),
+        results.figure(run, method, "tokens_per_second"),
+        results.figure(run, plain, "tokens_per_second"),
     )
-    tokens = results.estimate(run, method, "tokens_per_pass")
+    tokens = results.figure(run, method, "tokens_per_pass")
     if rate is None or not own or not base or tokens is None:
         return None
     draft_cost = max((tokens * base / own - 1) / _DEPTH, 0.0)
@@ -178,7 +174,7 @@ def _paths(results: Results) -> Comparison:
     return Comparison(
         key="paths",
         title="Figure 3: how often each of six paths wins, and its accepted length then",
-        runs=tuple(_run("spec_bench", temperature) for temperature in _TEMPERATURES),
+        runs=("spec_bench-t0", "spec_bench-t1"),
         columns=["T", "tree", *(f"path {path}" for path in range(_FIGURE_3_WIDTH))],
         ours=rows,
         published_note="draft LLaMA-68M, target LLaMA-2-7B-Chat; the figure prints no numbers, the text states the claim",
@@ -190,7 +186,7 @@ def _paths(results: Results) -> Comparison:
 
 def _branches(results: Results, temperature: float, method: str) -> list[dict[str, Estimate | None]]:
     """Return share and accepted length of each path; None where not measured."""
-    found = results.figures(_run("spec_bench", temperature), method).get("winning_branches", [])
+    found = results.figures(run_name("spec_bench", temperature), method).get("winning_branches", [])
     return [*found, *[{"share": None, "accepted": None}] * (_FIGURE_3_WIDTH - len(found))][:_FIGURE_3_WIDTH]
 
 
@@ -198,7 +194,7 @@ def _by_width(results: Results) -> Comparison:
     """Figure 5, left: width against acceptance, of the complete method too."""
     rows, drawings = [], []
     for temperature in _TEMPERATURES:
-        run, series = _run("spec_bench", temperature), {}
+        run, series = run_name("spec_bench", temperature), {}
         for label, method in _KINDS.items():
             names = [method(width) for width in _WIDTHS]
             series[label] = [_alpha(results, run, name) for name in names]
@@ -211,7 +207,7 @@ def _by_width(results: Results) -> Comparison:
     return Comparison(
         key="width",
         title="Figure 5, left: width 1 to 24, α of the paper and tokens per pass τ",
-        runs=tuple(_run("spec_bench", temperature) for temperature in _TEMPERATURES),
+        runs=("spec_bench-t0", "spec_bench-t1"),
         columns=["T", "tree", "", *(f"W={width}" for width in _WIDTHS)],
         ours=rows,
         published_note="MT-Bench, RTX 4090; the figure prints no numbers, the text states the claim",
@@ -223,7 +219,7 @@ def _by_width(results: Results) -> Comparison:
 def _speed_by_width(results: Results) -> Comparison:
     """Figure 5, right, and Figure 6: width against speed, with and without decision models, all of it eager."""
     series = {
-        label: [results.estimate("speed-t0", method(width), "speedup") for width in _TIMED_WIDTHS]
+        label: [results.figure("speed-t0", method(width), "speedup") for width in _TIMED_WIDTHS]
         for label, method in _TIMED_KINDS.items()
     }
     up = "speed-up, eager rounds, T=0"
@@ -256,7 +252,7 @@ def _claims_of_acceptance(results: Results) -> list[list[str]]:
     lossy = "the target-initialised rule is lossy"
     rows = []
     for prompts, name in _SETS.items():
-        target, mcsd, chain = (_alpha(results, _run(prompts, 0.0), method) for method in (_lossy(_WIDTH), _MCSD, _SD))
+        target, mcsd, chain = (_alpha(results, run_name(prompts, 0.0), method) for method in (_lossy(_WIDTH), TREE, CHAIN))
         three = [("target-initialised", target), ("MCSD", mcsd), ("SD", chain)]
         rows.append(ordering(f"α at T=0: target-initialised, MCSD, SD ({name})", *three, why=lossy))
         for percent, draft in ((40, "larger draft, on average"), (164, "smaller draft")):
@@ -265,7 +261,7 @@ def _claims_of_acceptance(results: Results) -> list[list[str]]:
             why = "no α exceeds 1, so the claim needs an MCSD below 0.38" if percent > 100 else lossy
             rows.append(ordering(claim, ("target-initialised", target), (f"{1 + percent / 100:g} × MCSD", more), why=why))
     for temperature in _TEMPERATURES:
-        run = _run("spec_bench", temperature)
+        run = run_name("spec_bench", temperature)
         widths = [(f"W={width}", _alpha(results, run, _lossy(width))) for width in (12, 4, 1)]
         rows.append(ordering(f"α rises with the width up to 12, T={temperature:g}", *widths))
         widths = [(f"W={width}", _alpha(results, run, _lossy(width))) for width in (24, 12)]
@@ -288,10 +284,10 @@ def _claims_of_paths(results: Results) -> list[list[str]]:
 
 def _claims_of_speed(results: Results) -> list[list[str]]:
     def speeds(names: Sequence[tuple[str, str]]) -> list[tuple[str, Estimate | None]]:
-        return [(label, results.estimate("speed-t0", method, "speedup")) for label, method in names]
+        return [(label, results.figure("speed-t0", method, "speedup")) for label, method in names]
 
     eager = "all arms eager"
-    four = [("target-initialised", _lossy(_WIDTH)), ("MCSD", _MCSD + _EAGER), ("SD", _SD + _EAGER), ("plain", "ar" + _EAGER)]
+    four = [("target-initialised", _lossy(_WIDTH)), ("MCSD", TREE + _EAGER), ("SD", CHAIN + _EAGER), ("plain", "ar" + _EAGER)]
     target, mcsd, *_ = (value for _, value in speeds(four))
     rows = [ordering("speed at T=0: target-initialised, MCSD, SD, plain decoding", *speeds(four), digits=2, why=eager)]
     for percent, draft in ((23, "larger draft, on average"), (75, "smaller draft")):
@@ -315,29 +311,15 @@ def _claims_of_speed(results: Results) -> list[list[str]]:
 IMPROVED = Paper(
     title="Improving Multi-candidate Speculative Decoding",
     runs=(
-        *(
-            Run(name=_run("alpaca", temperature), prompts="alpaca", temperature=temperature, methods=tuple(_TABLE.values()))
-            for temperature in _TEMPERATURES
+        *Run.of_acceptance("alpaca", _TEMPERATURES, tuple(_TABLE.values())),
+        *Run.of_acceptance(
+            "spec_bench",
+            _TEMPERATURES,
+            (*_TABLE.values(), *_FIGURE_3.values(), *_by_widths(_KINDS, _SMOKE_WIDTHS)),
+            more=_by_widths(_KINDS, _WIDTHS),
         ),
-        *(
-            Run(
-                name=_run("spec_bench", temperature),
-                prompts="spec_bench",
-                temperature=temperature,
-                methods=tuple(dict.fromkeys((*_TABLE.values(), *_FIGURE_3.values(), *_by_widths(_KINDS, _SMOKE_WIDTHS)))),
-                more=_by_widths(_KINDS, _WIDTHS),
-            )
-            for temperature in _TEMPERATURES
-        ),
-        Run(
-            name="speed-t0",
-            prompts="spec_bench",
-            temperature=0.0,
-            methods=tuple(dict.fromkeys((*_SPEED, *_by_widths(_TIMED_KINDS, _SMOKE_WIDTHS)))),
-            more=_by_widths(_TIMED_KINDS, _TIMED_WIDTHS),
-            timed=True,
-        ),
-        Run(name="speed-t1", prompts="spec_bench", temperature=1.0, methods=_SPEED, timed=True),
+        Run.of_speed(0.0, (*_SPEED, *_by_widths(_TIMED_KINDS, _SMOKE_WIDTHS)), more=_by_widths(_TIMED_KINDS, _TIMED_WIDTHS)),
+        Run.of_speed(1.0, _SPEED),
     ),
     tables=_tables,
     orderings=_orderings,
@@ -347,7 +329,7 @@ IMPROVED = Paper(
         for label, method in (
             ("lossless fork *", _fork(_WIDTH)),
             ("target-initialised, **lossy**, eager", _lossy(_WIDTH)),
-            ("MCSD, eager", _MCSD + _EAGER),
+            ("MCSD, eager", TREE + _EAGER),
             ("plain decoding, eager", "ar" + _EAGER),
             ("dynamic tree *", _DYNAMIC),
         )

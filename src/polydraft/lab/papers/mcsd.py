@@ -2,20 +2,17 @@
 
 from polydraft.lab.charts import Drawing, curves, grouped_columns
 from polydraft.lab.papers.mcsd_pairs import CHAIN, RUNS, TREE, pair_claims, pairs_table
-from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
+from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, run_name, text_of
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)
 _SETS = {"alpaca": "Alpaca", "wmt_ende": "WMT"}
 _TEMPERATURES = (0.0, 1.0)
+_COUNTED_RUNS = tuple(run_name(prompts, temperature) for prompts in _SETS for temperature in _TEMPERATURES)
 
 
 def _tree(shape: object, scheme: str = "rrs-wor") -> str:
     """Name the paper's own way of verifying a tree, whatever is the default here."""
     return f"mcsd:{shape},scheme={scheme},walk=node"
-
-
-def _run(prompts: str, temperature: float) -> str:
-    return f"{prompts}-t{temperature:g}"
 
 
 _CHAINS = tuple(f"sd:{length},scheme=speculative,walk=node" for length in (1, 2, 3, 5, 7, 10))
@@ -49,7 +46,7 @@ _TIMED = ("ar", *_CHAINS, *_SEARCHED)
 def _acceptance_by_width(results: Results) -> Comparison:
     cells = {
         (name, temperature): [
-            results.get_figure(_run(prompts, temperature), _tree(width), "acceptance_rate") for width in _WIDTHS
+            results.figure(run_name(prompts, temperature), _tree(width), "acceptance_rate") for width in _WIDTHS
         ]
         for prompts, name in _SETS.items()
         for temperature in _TEMPERATURES
@@ -63,7 +60,7 @@ def _acceptance_by_width(results: Results) -> Comparison:
     return Comparison(
         key="acceptance",
         title="Figures 3 and 5: acceptance rate α with k candidates",
-        runs=tuple(_run(prompts, temperature) for prompts in _SETS for temperature in _TEMPERATURES),
+        runs=_COUNTED_RUNS,
         columns=["set", "T", *(f"k={width}" for width in _WIDTHS)],
         ours=rows,
         published_note="Table 7, draft LLaMA-68M, RTX A6000, k = 1 → 4; Figures 3 and 5 print no numbers",
@@ -82,7 +79,7 @@ def _acceptance_by_width(results: Results) -> Comparison:
 
 def _by_depth(results: Results) -> Comparison:
     cells = {
-        (name, temperature): results.figures(_run(prompts, temperature), TREE).get("acceptance_by_depth", [])
+        (name, temperature): results.figures(run_name(prompts, temperature), TREE).get("acceptance_by_depth", [])
         for prompts, name in _SETS.items()
         for temperature in _TEMPERATURES
     }
@@ -96,7 +93,7 @@ def _by_depth(results: Results) -> Comparison:
     return Comparison(
         key="depth",
         title="Acceptance by depth (not in the paper)",
-        runs=tuple(_run(prompts, temperature) for prompts in _SETS for temperature in _TEMPERATURES),
+        runs=_COUNTED_RUNS,
         columns=["set", "T", *(f"depth {depth}" for depth in range(1, 6))],
         ours=[[name, f"{temperature:g}", *map(text_of, values)] for (name, temperature), values in padded.items()],
         drawings=[Drawing("depth.svg", "Acceptance rate α by depth of the tree 4x2x2x1x1", content)],
@@ -108,7 +105,7 @@ def _best(results: Results, temperature: float, methods: tuple[str, ...], least:
 
     Of fewer than `least` that were timed, none is the fastest.
     """
-    found = {method: results.get_figure(f"speed-t{temperature:g}", method, "speedup") for method in methods}
+    found = {method: results.figure(f"speed-t{temperature:g}", method, "speedup") for method in methods}
     known = {method: value for method, value in found.items() if value is not None}
     if len(known) < least:
         return "", None
@@ -123,14 +120,14 @@ def _speed(results: Results) -> Comparison:
         if None not in (best[0][1], best[1][1]):
             said.append(f"at T={temperature:g} {' and '.join(f'`{name}` ({text_of(value)}×)' for name, value in best)}")
         for name in ("ar", *_CHAINS, *_SEARCHED):
-            efficiency = [results.text(_run(prompts, temperature), name, "tokens_per_pass") for prompts in _SETS]
+            efficiency = [results.text(run_name(prompts, temperature), name, "tokens_per_pass") for prompts in _SETS]
             speed = results.text(f"speed-t{temperature:g}", name, "speedup", "×")
             speed = f"**{speed}**" if name in (best[0][0], best[1][0]) else speed
             rows.append([f"`{name}`", f"{temperature:g}", *(efficiency if name != "ar" else ["1", "1"]), speed])
     return Comparison(
         key="speed",
         title="Table 2: block efficiency τ and speed-up, and the search for γ and k",
-        runs=(*(_run(prompts, temperature) for prompts in _SETS for temperature in _TEMPERATURES), "speed-t0", "speed-t1"),
+        runs=(*_COUNTED_RUNS, "speed-t0", "speed-t1"),
         columns=["method", "T", "τ, Alpaca", "τ, WMT", "speed-up, MT-bench"],
         ours=rows,
         published_note="Table 2, target LLaMA-33B / Vicuna-33B on two RTX A6000, draft LLaMA-68M; best γ and best k",
@@ -153,21 +150,21 @@ def _speed(results: Results) -> Comparison:
 def _budgets(results: Results) -> Comparison:
     rows, kept, asked = [], 0, 0
     for temperature in _TEMPERATURES:
-        run, timed = _run("alpaca", temperature), f"speed-t{temperature:g}"
+        run, timed = run_name("alpaca", temperature), f"speed-t{temperature:g}"
         for budget, shapes in _BUDGETS.items():
             for shape in shapes:
                 figures = [
                     results.text(run, _tree(shape), "tokens_per_pass"), results.text(timed, _tree(shape), "speedup", "×")
                 ]  # fmt: skip
                 rows.append([f"{temperature:g}", f"K={budget}", shape, *figures])
-            falling, rising = (results.get_figure(run, _tree(shape), "tokens_per_pass") for shape in (shapes[0], shapes[-1]))
+            falling, rising = (results.figure(run, _tree(shape), "tokens_per_pass") for shape in (shapes[0], shapes[-1]))
             if falling is not None and rising is not None:
                 asked += 1
                 kept += falling >= rising
     return Comparison(
         key="budgets",
         title="Figure 4: budgets at γ = 2, K ≤ 32, and the monotonic rule",
-        runs=(*(_run("alpaca", temperature) for temperature in _TEMPERATURES), "speed-t0", "speed-t1"),
+        runs=("alpaca-t0", "alpaca-t1", "speed-t0", "speed-t1"),
         columns=["T", "budget", "configuration", "τ", "speed-up"],
         ours=rows,
         published_note="Alpaca, 13B targets; the figure prints no numbers, the text states the rule",
@@ -183,7 +180,7 @@ def _budgets(results: Results) -> Comparison:
 
 def _larger_budget(results: Results, temperature: float) -> str:
     """Say whether K = 32 is slower than K = 16."""
-    narrow, wide = (results.get_figure(f"speed-t{temperature:g}", _tree(shape), "speedup") for shape in ("8x2", "16x2"))
+    narrow, wide = (results.figure(f"speed-t{temperature:g}", _tree(shape), "speedup") for shape in ("8x2", "16x2"))
     if narrow is None or wide is None:
         return ""
     word = "slower" if wide < narrow else "not slower"
@@ -193,7 +190,7 @@ def _larger_budget(results: Results, temperature: float) -> str:
 def _figure_4(results: Results) -> Drawing:
     series = {
         f"T={temperature:g}": [
-            results.get_figure(_run("alpaca", temperature), _tree(shape), "tokens_per_pass")
+            results.figure(run_name("alpaca", temperature), _tree(shape), "tokens_per_pass")
             for shapes in _BUDGETS.values()
             for shape in shapes
         ]
@@ -209,7 +206,7 @@ def _ablation(results: Results) -> Comparison:
     rows = []
     for captured, methods in ((True, _ABLATION), (False, _UNCAPTURED)):
         for name, method in methods.items():
-            counted = _run("alpaca", 1.0) if captured else "speed-t1"
+            counted = run_name("alpaca", 1.0) if captured else "speed-t1"
             figures = [results.text(counted, method, key) for key in ("acceptance_rate", "tokens_per_pass")]
             speed = results.text("speed-t1", method, "speedup", "×")
             rows.append([name, "captured" if captured else "eager", *figures, speed])
@@ -241,10 +238,10 @@ def _tables(results: Results) -> list[Comparison]:
 
 def _orderings(results: Results) -> list[list[str]]:
     def of(run: str, method: str, key: str = "tokens_per_pass") -> float | None:
-        return results.get_figure(run, method, key)
+        return results.figure(run, method, key)
 
     def alpha(prompts: str, temperature: float, width: int) -> float | None:
-        return of(_run(prompts, temperature), _tree(width), "acceptance_rate")
+        return of(run_name(prompts, temperature), _tree(width), "acceptance_rate")
 
     rows = []
     for temperature in _TEMPERATURES:
@@ -255,7 +252,7 @@ def _orderings(results: Results) -> list[list[str]]:
     sets = [(name, alpha(prompts, 0.0, 1)) for prompts, name in _SETS.items()]
     rows.append(ordering("α is lower on WMT than on Alpaca (T=0, k=1)", *sets))
     for temperature in _TEMPERATURES:
-        run = _run("alpaca", temperature)
+        run = run_name("alpaca", temperature)
         tau = [("MCSD", of(run, TREE)), ("SD", of(run, CHAIN))]
         rows.append(ordering(f"τ of MCSD above that of SD, γ = 5 (T={temperature:g})", *tau))
         best = [_best(results, temperature, methods) for methods in (_SEARCHED, _CHAINS)]
@@ -280,22 +277,10 @@ def _orderings(results: Results) -> list[list[str]]:
 MCSD = Paper(
     title="Multi-Candidate Speculative Decoding",
     runs=(
-        *(
-            Run(name=_run("alpaca", temperature), prompts="alpaca", temperature=temperature, methods=_COUNTED + _ONLY_ALPACA)
-            for temperature in _TEMPERATURES
-        ),
-        *(
-            Run(name=_run("wmt_ende", temperature), prompts="wmt_ende", temperature=temperature, methods=_COUNTED)
-            for temperature in _TEMPERATURES
-        ),
-        Run(name="speed-t0", prompts="spec_bench", temperature=0.0, methods=_TIMED, timed=True),
-        Run(
-            name="speed-t1",
-            prompts="spec_bench",
-            temperature=1.0,
-            methods=(*_TIMED, *list(_ABLATION.values())[1:], *_UNCAPTURED.values()),
-            timed=True,
-        ),
+        *Run.of_acceptance("alpaca", _TEMPERATURES, _COUNTED + _ONLY_ALPACA),
+        *Run.of_acceptance("wmt_ende", _TEMPERATURES, _COUNTED),
+        Run.of_speed(0.0, _TIMED),
+        Run.of_speed(1.0, (*_TIMED, *list(_ABLATION.values())[1:], *_UNCAPTURED.values())),
         *RUNS,
     ),
     tables=_tables,

@@ -4,9 +4,10 @@ Drafts of the bundled target are its own first layers, of which there can be any
 weights and drafts `benchmarks/mcsd_pairs.py` puts into the folder `models`; without them their runs are left out.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-from polydraft.lab.papers.paper import Comparison, Results, Run, ordering, text_of
+from polydraft.lab.papers.paper import Comparison, Results, Run, ordering, run_name, text_of
 
 FOLDER = "models"
 """Where weights and drafts of real pairs are, as seen from where the benchmark runs."""
@@ -37,35 +38,17 @@ class Pair:
         """Acceptance on both sets, and speed, at both temperatures."""
         settings = {"draft": self.draft} | ({} if self.target is None else {"target": self.target})
         needs = () if self.target is None else (self.target, self.draft)
+        more: dict[str, Any] = {"settings": settings, "needs": needs}
         counted = [
-            Run(
-                name=self.run(prompts, temperature),
-                prompts=prompts,
-                temperature=temperature,
-                methods=(ONE, FOUR, CHAIN, TREE),
-                settings=settings,
-                needs=needs,
-            )
-            for prompts in _SETS
-            for temperature in _TEMPERATURES
+            run for prompts in _SETS for run in Run.of_acceptance(prompts, _TEMPERATURES, (ONE, FOUR, CHAIN, TREE), **more)
         ]
-        timed = [
-            Run(
-                name=self.run("speed", temperature),
-                prompts="spec_bench",
-                temperature=temperature,
-                methods=("ar", CHAIN, TREE),
-                timed=True,
-                settings=settings,
-                needs=needs,
-            )
-            for temperature in (_TEMPERATURES if self.target is not None else ())
-        ]
-        return *counted, *timed
+        speeds = _TEMPERATURES if self.target is not None else ()
+        timed = [Run.of_speed(temperature, ("ar", CHAIN, TREE), **more) for temperature in speeds]
+        return tuple(replace(run, name=f"{self.name}-{run.name}") for run in (*counted, *timed))
 
     def run(self, what: str, temperature: float) -> str:
         """Name a run."""
-        return f"{self.name}-{what}-t{temperature:g}"
+        return f"{self.name}-{run_name(what, temperature)}"
 
 
 _LAYERS = (20, 25, 28)
@@ -129,14 +112,14 @@ def pairs_table(results: Results) -> Comparison:
 
 
 def _widths(results: Results, run: str) -> str:
-    return " → ".join(text_of(results.get_figure(run, method, "acceptance_rate")) for method in (ONE, FOUR))
+    return " → ".join(text_of(results.figure(run, method, "acceptance_rate")) for method in (ONE, FOUR))
 
 
 def pair_claims(results: Results) -> list[list[str]]:
     """Return the rows of what the paper says of sizes, kinship and fine-tuning."""
 
     def alpha(pair: Pair, method: str = ONE) -> float | None:
-        return results.get_figure(pair.run("alpaca", 1.0), method, "acceptance_rate")
+        return results.figure(pair.run("alpaca", 1.0), method, "acceptance_rate")
 
     def gained(pair: Pair) -> float | None:
         one, four = alpha(pair), alpha(pair, FOUR)

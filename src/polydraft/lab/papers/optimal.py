@@ -4,8 +4,7 @@ from typing import Any
 
 from polydraft.lab.charts import Drawing, curves
 from polydraft.lab.estimate import LEAST_PROMPTS, Estimate
-from polydraft.lab.papers._optimal_published import TABLE_1, TABLE_2, TABLE_3
-from polydraft.lab.papers.paper import PAPERS, Comparison, DistributionRun, Paper, Results, Run, ordering, text_of
+from polydraft.lab.papers.paper import PAPERS, Comparison, DistributionRun, Paper, Results, Run, ordering, run_name, text_of
 
 _SPARSE = (
     "[[0],[1],[2],[3],[0,0],[0,1],[0,2],[1,0],[1,1],[2,0],[2,1],[3,0],[0,0,0],[0,0,1],[0,0,2],[0,1,0],[0,1,1],[0,2,0],[0,2,1],"
@@ -24,23 +23,17 @@ _SCHEMES = {
     "hybrid, block verification *": "scheme=hybrid,walk=block",
 }
 """The paper's methods, which verify node by node, and with a star what it does not run."""
-_ONLY_PAIRS = "SpecHub"
 _TEMPERATURES = (0.1, 0.6, 1.0)
+_COUNTED_RUNS = tuple(run_name("spec_bench", temperature) for temperature in _TEMPERATURES)
 _TIMED_TEMPERATURES = (0.1, 1.0)
 _TIMED_TREE = _TREES["2 drafts, 4 steps"]
 _TIMED = ("RRS with replacement", "RRS without replacement", "Greedy", "hybrid, block verification *")
 _DISTRIBUTIONS = {"Alpaca": "distributions-alpaca", "CNN-DailyMail": "distributions-cnn", "WMT'14": "distributions-wmt"}
+_BY_TEMPERATURE, _BY_DRAFTS = "distributions-temperature", "distributions-drafts"
 _DISTRIBUTION_SCHEMES = ("rrs-wr", "kseq", "race", "rrs-wor", "greedy", "hybrid")
 _SWEPT_TEMPERATURES = (0.1, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5)
 _SWEPT_DRAFTS = (1, 2, 3, 4, 6, 8)
 _SWEPT_SCHEMES = ("rrs-wr", "kseq", "rrs-wor", "greedy", "hybrid")
-_ERRORS = {
-    "acceptance": "standard_error",
-    "optimum": "optimum_standard_error",
-    "gap": "gap_standard_error",
-    "paper_bound": "paper_bound_standard_error",
-}
-"""Figures of an analysis, and where their errors stand."""
 _PROVED = (
     "α* of distinct drafts for n ≥ 3 rests on a formula that is proved for n ≤ 2 only; all sets were tried on tiny "
     "distributions, without an exception ([theory](../theory.md))."
@@ -61,6 +54,37 @@ _DISTRIBUTION_ROWS = {
 """How drafts are drawn and verified, and where the figure stands in a row of the analysis."""
 
 
+_TABLE_1 = [
+    ["independent", "RRS", "85.4 (−1.5) / 77.3 (−3.3) / 70.6 (−1.5)", "71.6 (−1.5) / 65.3 (−2.2) / 59.8 (−1.0)",
+     "63.4 (−1.0) / 56.7 (−1.1) / 32.9 (−0.2)", "59.6 (−1.0) / 46.7 (−1.6) / 38.3 (−0.4)"],
+    ["independent", "K-SEQ", "85.8 (−1.1) / 78.4 (−2.2) / 71.1 (−0.9)", "71.9 (−1.1) / 66.0 (−1.5) / 60.0 (−0.8)",
+     "63.9 (−0.5) / 57.0 (−0.8) / 33.0 (−0.1)", "59.9 (−0.8) / 47.2 (−1.1) / 38.3 (−0.4)"],
+    ["independent", "α*", "86.9 / 80.7 / 72.0", "73.0 / 67.5 / 60.8", "64.4 / 57.8 / 33.1", "60.7 / 48.3 / 38.7"],
+    ["distinct", "RRS", "88.9 (−0.9) / 81.5 (−2.8) / 75.1 (−1.0)", "75.7 (−0.8) / 70.5 (−1.3) / 63.3 (−0.1)",
+     "70.9 (−0.6) / 63.4 (−0.8) / 36.9 (+0.4)", "68.3 (−1.1) / 52.4 (−1.7) / 43.9 (−0.1)"],
+    ["distinct", "α*", "89.9 / 84.3 / 76.0", "76.5 / 71.8 / 63.4", "71.5 / 64.2 / 36.4", "69.4 / 54.1 / 44.0"],
+    ["greedy", "Greedy", "90.7 (0.0) / 84.2 (−0.1) / 77.0 (−0.0)", "78.4 (−0.1) / 73.2 (0.1) / 66.1 (0.0)",
+     "72.6 (−0.2) / 65.7 (−0.1) / 39.5 (0.1)", "69.9 (−0.0) / 54.0 (0.0) / 45.5 (0.1)"],
+]  # fmt: skip
+_PUBLISHED = [
+    ("0.1", "RRS with replacement", "0.753 – 0.784 – 0.747 –", "3.04 – 2.83 – 3.19 –"),
+    ("0.1", "RRS without replacement", "0.794 1.04× 0.804 1.03× 0.768 1.04×", "3.27 1.07× 2.96 1.05× 3.42 1.07×"),
+    ("0.1", "SpecHub", "0.840 1.11× – – – –", "3.63 1.19× – – – –"),
+    ("0.1", "Greedy", "0.847 1.13× 0.888 1.17× 0.791 1.08×", "3.62 1.19× 3.39 1.20× 3.70 1.16×"),
+    ("0.6", "RRS with replacement", "0.788 – 0.847 – 0.762 –", "3.22 – 3.11 – 3.41 –"),
+    ("0.6", "RRS without replacement", "0.824 1.07× 0.886 1.07× 0.776 1.05×", "3.52 1.09× 3.39 1.09× 3.71 1.09×"),
+    ("0.6", "SpecHub", "0.823 1.02× – – – –", "3.52 1.09× – – – –"),
+    ("0.6", "Greedy", "0.828 1.04× 0.900 1.09× 0.783 1.01×", "3.52 1.09× 3.45 1.11× 3.66 1.07×"),
+    ("1", "RRS with replacement", "0.767 – 0.835 – 0.721 –", "3.14 – 3.09 – 3.22 –"),
+    ("1", "RRS without replacement", "0.764 1.00× 0.853 1.05× 0.741 1.03×", "3.22 1.02× 3.25 1.05× 3.43 1.06×"),
+    ("1", "SpecHub", "0.795 1.01× – – – –", "3.35 1.07× – – – –"),
+    ("1", "Greedy", "0.792 1.02× 0.878 1.08× 0.729 0.97×", "3.33 1.06× 3.34 1.08× 3.33 1.03×"),
+]
+"""Rows of Tables 2 and 3: temperature, method, then α and speed, τ and ratio, each for the three trees in turn."""
+_TABLE_2 = [[temperature, name, *figures.split()] for temperature, name, figures, _ in _PUBLISHED]
+_TABLE_3 = [[temperature, name, *figures.split()] for temperature, name, _, figures in _PUBLISHED]
+
+
 def _method(tree: str, options: str) -> str:
     return f"mcsd:{tree},{options}"
 
@@ -69,23 +93,18 @@ _METHODS = tuple(
     _method(tree, options)
     for tree in _TREES.values()
     for name, options in _SCHEMES.items()
-    if name != _ONLY_PAIRS or tree == _TREES["2 drafts, 4 steps"]
+    if name != "SpecHub" or tree == _TREES["2 drafts, 4 steps"]  # it takes two drafts
 )
-
-
-def _timed_run(temperature: float) -> str:
-    return f"speed-t{temperature:g}"
 
 
 def _rows(results: Results, key: str) -> list[list[str]]:
     """Return a figure for each tree, and how it compares with RRS with replacement there."""
     rows = []
-    for temperature in _TEMPERATURES:
-        run = f"spec_bench-t{temperature:g}"
+    for temperature, run in zip(_TEMPERATURES, _COUNTED_RUNS, strict=True):
         for name, options in _SCHEMES.items():
             cells = []
             for tree in _TREES.values():
-                own, base = (results.estimate(run, _method(tree, one), key) for one in (options, _BASE))
+                own, base = (results.figure(run, _method(tree, one), key) for one in (options, _BASE))
                 ratio = own.over(base) if own and base and options != _BASE else None
                 cells += [text_of(own, digits=3 if key == "acceptance_rate" else 2), text_of(ratio, "×")]
             rows.append([f"{temperature:g}", name, *cells])
@@ -104,12 +123,12 @@ def _acceptance(results: Results) -> Comparison:
     return Comparison(
         key="acceptance",
         title="Table 2: acceptance rate α",
-        runs=tuple(f"spec_bench-t{temperature:g}" for temperature in _TEMPERATURES),
+        runs=_COUNTED_RUNS,
         columns=_columns("α", "ratio"),
         ours=_rows(results, "acceptance_rate"),
         published_note=f"{_NOTE}; {_RATIO}",
         published_columns=_columns("α", "speed"),
-        published=TABLE_2,
+        published=_TABLE_2,
         remark="Our ratios are of α, the paper's of speed; ours of speed stand below. α counts positions that were reached, so "
         "that a method that gets deeper meets harder ones. Methods with a star are not in the paper.",
     )
@@ -120,15 +139,15 @@ def _speed(results: Results) -> Comparison:
     for name in _TIMED:
         row = [name]
         for temperature in _TIMED_TEMPERATURES:
-            run, method = _timed_run(temperature), _method(_TIMED_TREE, _SCHEMES[name])
-            own, base = (results.estimate(run, one, "speedup") for one in (method, _method(_TIMED_TREE, _BASE)))
+            run, method = run_name("speed", temperature), _method(_TIMED_TREE, _SCHEMES[name])
+            own, base = (results.figure(run, one, "speedup") for one in (method, _method(_TIMED_TREE, _BASE)))
             ratio = own.over(base) if own and base and name != "RRS with replacement" else None
             row += [text_of(own, "×"), text_of(ratio, "×")]
         rows.append(row)
     return Comparison(
         key="speed",
         title="Table 2: speed with 2 drafts and 4 steps",
-        runs=tuple(map(_timed_run, _TIMED_TEMPERATURES)),
+        runs=tuple(run_name("speed", temperature) for temperature in _TIMED_TEMPERATURES),
         columns=["method", *(f"T={one:g}: {what}" for one in _TIMED_TEMPERATURES for what in ("speed-up", "to RRS with"))],
         ours=rows,
     )
@@ -138,12 +157,12 @@ def _efficiency(results: Results) -> Comparison:
     return Comparison(
         key="efficiency",
         title="Table 3: block efficiency τ",
-        runs=tuple(f"spec_bench-t{temperature:g}" for temperature in _TEMPERATURES),
+        runs=_COUNTED_RUNS,
         columns=_columns("τ", "ratio"),
         ours=_rows(results, "tokens_per_pass"),
         published_note=f"{_NOTE}; {_RATIO}",
         published_columns=_columns("τ", "ratio"),
-        published=TABLE_3,
+        published=_TABLE_3,
         remark="Whether differences are significant stands among the claims above.",
     )
 
@@ -157,7 +176,8 @@ def _distribution(
     for row in rows:
         same = (row["scheme"], row["drafts"]) == (scheme, drafts) and abs(row["temperature"] - temperature) < 1e-9
         if same and row.get(key) is not None:
-            return Estimate.of_mean(row[key], row.get(_ERRORS[key]) if many else None)
+            error = "standard_error" if key == "acceptance" else f"{key}_standard_error"
+            return Estimate.of_mean(row[key], row.get(error) if many else None)
     return None
 
 
@@ -182,7 +202,7 @@ def _distributions(results: Results) -> Comparison:
         ours=rows,
         published_note="T = 0.7, 3 drafts; α in per cent (± 0.1 or 0.2), in brackets Δα, on Alpaca / CNN-DailyMail / WMT'14",
         published_columns=["drawn", "method", "OPT 125M → 6.7B", "LLaMA 68M → 7B", "EAGLE → Vicuna-7B", "EAGLE → Qwen2-7B"],
-        published=TABLE_1,
+        published=_TABLE_1,
         remark="Intervals are 1.96 standard errors over prompts; Δα = α − α* is paired by position, so that it is known better "
         "than either. `race` and `hybrid` reach the optimum of their drafts, as Greedy does. The published α* of distinct "
         f"drafts belongs to another way of drawing (see below). {_PROVED}",
@@ -233,8 +253,8 @@ def _sweep(results: Results, run: str, temperatures: tuple[float, ...], drafts: 
 def _tables(results: Results) -> list[Comparison]:
     return [
         _distributions(results),
-        _sweep(results, "distributions-temperature", _SWEPT_TEMPERATURES, (3,)),
-        _sweep(results, "distributions-drafts", (0.7,), _SWEPT_DRAFTS),
+        _sweep(results, _BY_TEMPERATURE, _SWEPT_TEMPERATURES, (3,)),
+        _sweep(results, _BY_DRAFTS, (0.7,), _SWEPT_DRAFTS),
         _acceptance(results),
         _speed(results),
         _efficiency(results),
@@ -275,7 +295,7 @@ def _claims_of_table_1(results: Results) -> list[list[str]]:
 
 def _claims_of_figures(results: Results) -> list[list[str]]:
     """How α and the gaps move with the temperature and the number of drafts."""
-    hot, many = "distributions-temperature", "distributions-drafts"
+    hot, many = _BY_TEMPERATURE, _BY_DRAFTS
     low, high, rows = _SWEPT_TEMPERATURES[0], _SWEPT_TEMPERATURES[-1], []
     for label, scheme in (("RRS", "rrs-wr"), ("K-SEQ", "kseq")):
         ends = [_distribution(results, hot, scheme, "gap", temperature=one) for one in (high, low)]
@@ -306,9 +326,9 @@ def _claims_of_trees(results: Results) -> list[list[str]]:
     """Whole trees: what Greedy brings at each temperature, counted and timed."""
 
     def figure(run: str, tree: str, name: str, key: str) -> tuple[str, Estimate | None]:
-        return name, results.estimate(run, _method(tree, _SCHEMES[name]), key)
+        return name, results.figure(run, _method(tree, _SCHEMES[name]), key)
 
-    cool, warm = (f"spec_bench-t{temperature:g}" for temperature in (_TEMPERATURES[0], _TEMPERATURES[-1]))
+    cool, warm = _COUNTED_RUNS[0], _COUNTED_RUNS[-1]
     greedy, without, both = "Greedy", "RRS without replacement", ("RRS without replacement", "RRS with replacement")
     rows = []
     for tree, shape in _TREES.items():
@@ -323,61 +343,39 @@ def _claims_of_trees(results: Results) -> list[list[str]]:
     sparse = _TREES["EAGLE's sparse tree"]
     found = [figure(warm, sparse, name, "tokens_per_pass") for name in (without, greedy)]
     rows.append(ordering("τ at T=1: RRS without replacement, Greedy (EAGLE's sparse tree)", *found, digits=2))
-    for temperature in _TEMPERATURES:
-        pair = [figure(f"spec_bench-t{temperature:g}", _TIMED_TREE, name, "acceptance_rate") for name in (greedy, "SpecHub")]
+    for temperature, run in zip(_TEMPERATURES, _COUNTED_RUNS, strict=True):
+        pair = [figure(run, _TIMED_TREE, name, "acceptance_rate") for name in (greedy, "SpecHub")]
         claim = f"α of Greedy and SpecHub is the same with 2 drafts, T={temperature:g}"
         why = "equal by theory: the paper, too, finds no significant difference"
         rows.append(ordering(claim, *pair, alike=True, why=why))
-    found = [figure(_timed_run(0.1), _TIMED_TREE, name, "speedup") for name in (greedy, *both)]
+    found = [figure(run_name("speed", 0.1), _TIMED_TREE, name, "speedup") for name in (greedy, *both)]
     rows.append(ordering("speed-up at T=0.1: Greedy, RRS without, with (2 drafts, 4 steps)", *found, digits=2))
     return rows
 
 
-def _distribution_run(name: str, prompts: str, *categories: str) -> DistributionRun:
-    return DistributionRun(
-        name=name, prompts=prompts, categories=categories, temperatures=(0.7,), drafts=(3,), schemes=_DISTRIBUTION_SCHEMES
-    )  # fmt: skip
+def _distribution_run(name: str, prompts: str, **changes: Any) -> DistributionRun:
+    usual = {"temperatures": (0.7,), "drafts": (3,), "schemes": _DISTRIBUTION_SCHEMES}
+    return DistributionRun(name=name, prompts=prompts, **{**usual, **changes})
 
 
 OPTIMAL = Paper(
     title="Towards Optimal Multi-Draft Speculative Decoding",
     runs=(
-        *(
-            Run(name=f"spec_bench-t{temperature:g}", prompts="spec_bench", temperature=temperature, methods=_METHODS)
-            for temperature in _TEMPERATURES
-        ),
+        *Run.of_acceptance("spec_bench", _TEMPERATURES, _METHODS),
         _distribution_run("distributions-alpaca", "alpaca"),
-        _distribution_run("distributions-cnn", "spec_bench", "summarization"),
+        _distribution_run("distributions-cnn", "spec_bench", categories=("summarization",)),
         _distribution_run("distributions-wmt", "wmt_ende"),
-        DistributionRun(
-            name="distributions-temperature",
-            prompts="alpaca",
-            temperatures=_SWEPT_TEMPERATURES,
-            drafts=(3,),
-            schemes=_SWEPT_SCHEMES,
-        ),
-        DistributionRun(
-            name="distributions-drafts",
-            prompts="alpaca",
-            temperatures=(0.7,),
-            drafts=_SWEPT_DRAFTS,
-            schemes=_SWEPT_SCHEMES,
-        ),
+        _distribution_run(_BY_TEMPERATURE, "alpaca", temperatures=_SWEPT_TEMPERATURES, schemes=_SWEPT_SCHEMES),
+        _distribution_run(_BY_DRAFTS, "alpaca", drafts=_SWEPT_DRAFTS, schemes=_SWEPT_SCHEMES),
         *(
-            Run(
-                name=_timed_run(temperature),
-                prompts="spec_bench",
-                temperature=temperature,
-                methods=("ar", *(_method(_TIMED_TREE, _SCHEMES[name]) for name in _TIMED)),
-                timed=True,
-            )
+            Run.of_speed(temperature, ("ar", *(_method(_TIMED_TREE, _SCHEMES[name]) for name in _TIMED)))
             for temperature in _TIMED_TEMPERATURES
         ),
     ),
     tables=_tables,
     orderings=_orderings,
     contest=tuple(
-        (label, _timed_run(1.0), _method(_TIMED_TREE, _SCHEMES[name]))
+        (label, run_name("speed", 1.0), _method(_TIMED_TREE, _SCHEMES[name]))
         for label, name in (("Greedy", "Greedy"), ("hybrid, block verification *", "hybrid, block verification *"))
     ),
 )

@@ -16,6 +16,11 @@ REPEATED = f"{BASELINE},arm=2"
 """Plain decoding once more, in every timed run: by how much the machine's speed varies where nothing else does."""
 
 
+def run_name(prompts: str, temperature: float) -> str:
+    """Name a run by its prompts and temperature, such as ``alpaca-t0``."""
+    return f"{prompts}-t{temperature:g}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One benchmark: methods on one set of prompts at one temperature."""
@@ -36,6 +41,18 @@ class Run:
     """Further options of the benchmark; those that the user gives take precedence."""
     needs: tuple[str, ...] = ()
     """Files and folders without which the run is left out."""
+
+    @classmethod
+    def of_acceptance(cls, prompts: str, temperatures: Sequence[float], methods: tuple[str, ...], **more: Any) -> "list[Run]":
+        """Return runs on one set of prompts that count acceptance."""
+        names = {run_name(prompts, temperature): temperature for temperature in temperatures}
+        return [cls(name=name, prompts=prompts, temperature=one, methods=methods, **more) for name, one in names.items()]
+
+    @classmethod
+    def of_speed(cls, temperature: float, methods: tuple[str, ...], name: str = "speed", **more: Any) -> "Run":
+        """Return a run that measures speed."""
+        name = run_name(name, temperature)
+        return cls(name=name, prompts="spec_bench", temperature=temperature, methods=methods, timed=True, **more)
 
     @property
     def arms(self) -> tuple[str, ...]:
@@ -110,23 +127,19 @@ class Results(dict[str, dict[str, Any]]):
         """Return all figures of a method; none where it was not measured."""
         return with_intervals(self.get(run, {}).get("methods", {}).get(method, {}))
 
-    def get_figure(self, run: str, method: str, key: str, category: str | None = None) -> float | None:
-        """Return a figure, overall or of one category, an `Estimate`; None where it was not measured."""
-        return self.estimate(run, method, key, category)
-
-    def estimate(self, run: str, method: str, key: str, category: str | None = None) -> Estimate | None:
-        """Return the same for those who compute with its interval."""
+    def figure(self, run: str, method: str, key: str, category: str | None = None) -> Estimate | None:
+        """Return a figure, overall or of one category; None where it was not measured."""
         figures = self.figures(run, method)
         value = (figures if category is None else figures.get("categories", {}).get(category, {})).get(key)
         return value if value is None or isinstance(value, Estimate) else Estimate(value)
 
     def text(self, run: str, method: str, key: str, unit: str = "", digits: int = 2) -> str:
         """Write a figure with its interval for a table; a dash where there is none."""
-        return text_of(self.get_figure(run, method, key), unit, digits)
+        return text_of(self.figure(run, method, key), unit, digits)
 
     def drift(self, *runs: str) -> str:
         """Say what plain decoding gains over itself in timed runs; nothing where that was not measured."""
-        found = {run: self.get_figure(run, REPEATED, "speedup") for run in runs}
+        found = {run: self.figure(run, REPEATED, "speedup") for run in runs}
         said = [f"{text_of(value, '×')} in {run}" for run, value in found.items() if value is not None]
         return f"Plain decoding against itself, as a second arm: {', '.join(said)}." if said else ""
 

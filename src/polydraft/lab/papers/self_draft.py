@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from polydraft.lab.charts import Drawing, curves, grouped_columns
 from polydraft.lab.estimate import Estimate
-from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
+from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, run_name, text_of
 
 _PLAIN = Estimate.exactly(1.0)
 _SIZES = (2, 6, 10)
@@ -47,7 +47,7 @@ _MAIN = {
     "`suffix+corpus` *": _SUFFIX,
     "SpeDe": _SPEDE,
 }
-_COUNTED = tuple(dict.fromkeys((*_AS_PRINTED.values(), *_ABLATION.values(), *_MAIN.values())))
+_COUNTED = (*_AS_PRINTED.values(), *_ABLATION.values(), *_MAIN.values())
 _TIMED = ("ar", *(method for method in _MAIN.values() if method != _PRINTED))
 _SETS = {
     "MT-bench": ("spec_bench", ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")),
@@ -63,10 +63,10 @@ _SETS = {
 
 def _efficiency(results: Results, prompts: str, categories: tuple[str, ...], temperature: float, method: str) -> float | None:
     """Return tokens per pass, the mean of categories that are alike in size."""
-    run = f"{prompts}-t{temperature:g}"
+    run = run_name(prompts, temperature)
     if not categories:
-        return results.get_figure(run, method, "tokens_per_pass")
-    values = [results.get_figure(run, method, "tokens_per_pass", category) for category in categories]
+        return results.figure(run, method, "tokens_per_pass")
+    values = [results.figure(run, method, "tokens_per_pass", category) for category in categories]
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
@@ -77,7 +77,7 @@ def _main(results: Results) -> Comparison:
         for name, (prompts, categories) in _SETS.items():
             values = [_efficiency(results, prompts, categories, temperature, method) for method in _MAIN.values()]
             rows.append([f"{temperature:g}", name, *map(text_of, values)])
-        overall = [results.text(f"spec_bench-t{temperature:g}", method, "tokens_per_pass") for method in _MAIN.values()]
+        overall = [results.text(run_name("spec_bench", temperature), method, "tokens_per_pass") for method in _MAIN.values()]
         rows.append([f"{temperature:g}", "all of spec_bench", *overall])
     return Comparison(
         key="efficiency",
@@ -138,7 +138,7 @@ def _overhead(results: Results) -> Comparison:
 
 def _grid(results: Results) -> Comparison:
     cells = {
-        number: [results.get_figure("spec_bench-t0", _branches(number, length), "tokens_per_pass") for length in _SIZES]
+        number: [results.figure("spec_bench-t0", _branches(number, length), "tokens_per_pass") for length in _SIZES]
         for number in _SIZES
     }
     return Comparison(
@@ -237,13 +237,13 @@ def _tables(results: Results) -> list[Comparison]:
 
 def _orderings(results: Results) -> list[list[str]]:
     def efficiency(*names: str) -> tuple[float | None, ...]:
-        return tuple(results.get_figure("spec_bench-t0", name, "tokens_per_pass") for name in names)
+        return tuple(results.figure("spec_bench-t0", name, "tokens_per_pass") for name in names)
 
     def speed(name: str) -> float | None:
-        return results.get_figure("speed-t0", name, "speedup")
+        return results.figure("speed-t0", name, "speedup")
 
     def rate(name: str) -> float | None:
-        return results.get_figure("grid-t0", name, "tokens_per_second")
+        return results.figure("grid-t0", name, "tokens_per_second")
 
     def by_size(method: Callable[[int], str], letter: str) -> list[tuple[str, float | None]]:
         return [(f"{letter}={size}", efficiency(method(size))[0]) for size in reversed(_SIZES)]
@@ -277,28 +277,13 @@ def _orderings(results: Results) -> list[list[str]]:
 SELF_DRAFT = Paper(
     title="Multi-Branch Self-Drafting for LLM Inference Acceleration",
     runs=(
-        Run(
-            name="spec_bench-t0",
-            prompts="spec_bench",
-            temperature=0.0,
-            methods=tuple(dict.fromkeys((*_COUNTED, *_EXTRA, *_GRID))),
-        ),
-        Run(name="humaneval-t0", prompts="humaneval", temperature=0.0, methods=_COUNTED),
-        *(
-            Run(name=f"{prompts}-t1", prompts=prompts, temperature=1.0, methods=tuple(_MAIN.values()))
-            for prompts in ("spec_bench", "humaneval")
-        ),
-        *(
-            Run(name=f"speed-t{temperature}", prompts="spec_bench", temperature=float(temperature), methods=methods, timed=True)
-            for temperature, methods in ((0, _TIMED), (1, ("ar", _PAPER, _LOOKUP, _SUFFIX, _SPEDE)))
-        ),
-        Run(
-            name="grid-t0",
-            prompts="spec_bench",
-            temperature=0.0,
-            methods=("ar", _ABLATION["without branches"], *_GRID),
-            timed=True,
-        ),
+        *Run.of_acceptance("spec_bench", (0.0,), (*_COUNTED, *_EXTRA, *_GRID)),
+        *Run.of_acceptance("humaneval", (0.0,), _COUNTED),
+        *Run.of_acceptance("spec_bench", (1.0,), tuple(_MAIN.values())),
+        *Run.of_acceptance("humaneval", (1.0,), tuple(_MAIN.values())),
+        Run.of_speed(0.0, _TIMED),
+        Run.of_speed(1.0, ("ar", _PAPER, _LOOKUP, _SUFFIX, _SPEDE)),
+        Run.of_speed(0.0, ("ar", _ABLATION["without branches"], *_GRID), name="grid"),
     ),
     tables=_tables,
     orderings=_orderings,
