@@ -8,7 +8,7 @@ import pytest
 
 from polydraft.errors import UsageError
 from polydraft.lab.bench.libllama import VARIABLE
-from polydraft.lab.bench.report.serving import render_load
+from polydraft.lab.bench.report import render_load
 from polydraft.lab.bench.serving_peers import command_of
 
 SERVER = """

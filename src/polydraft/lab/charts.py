@@ -1,18 +1,47 @@
 """Charts as SVG files of their own: curves and columns over named places, points in a plane, lines over numbers.
 
-Figures that know their 95 % intervals (`Estimate`) are drawn with error bars.
+Figures that know their 95 % intervals (`Estimate`) are drawn with error bars. Looks are written out as plain attributes, since
+not every renderer reads style sheets.
 """
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, groupby, pairwise
 
 from polydraft.lab import svg
-from polydraft.lab._looks import COLOURS, DASHES, painted
 from polydraft.lab.estimate import bounds
 from polydraft.lab.svg import Box, escape
 
-_SERIES, _COLUMNS_SIDE_BY_SIDE = len(COLOURS), 3
+_INK, _MUTED, _LINE, _PAPER = "#15202b", "#4d5b6a", "#d3dae2", "#ffffff"
+_COLOURS = ("#0b5cad", "#955800", "#1b7340", "#8a2d7d", "#b3261e", "#4d5b6a", "#00707a")
+"""Of series, which also differ in dashes and filling."""
+_DASHES = ("none", "7 4", "2 3", "10 3 2 3", "4 2", "12 4", "1 4")
+_OPACITIES = (".85", ".55", ".35")
+
+_LOOKS: dict[str, dict[str, str]] = {
+    "tick": {"fill": _MUTED},
+    "name": {"fill": _INK},
+    "heading": {"fill": _INK, "font-weight": "600"},
+    "paper": {"fill": _PAPER},
+    "grid": {"stroke": _LINE},
+    "base": {"stroke": _INK, "stroke-width": "1.5"},
+    "error": {"stroke": _INK, "stroke-width": "1.2"},
+    "curve": {"stroke-width": "1.8"},
+    "best": {"stroke-width": "5", "stroke-opacity": ".35"},
+    "thin": {"stroke-width": "1"},
+}
+for _number, (_colour, _dash) in enumerate(zip(_COLOURS, _DASHES, strict=True)):
+    _LOOKS |= {
+        f"kind-{_number}": {"stroke": _colour},
+        f"dash-{_number}": {"stroke-dasharray": _dash},
+        f"curve-{_number}": {"stroke": _colour, "stroke-width": "2.2", "stroke-dasharray": _dash},
+        f"error-{_number}": {"stroke": _colour, "stroke-width": "1.2"},
+        f"dot-{_number}": {"fill": _PAPER if _number % 2 else _colour, "stroke": _colour, "stroke-width": "2"},
+        f"column-{_number}": {"fill": _colour, "fill-opacity": _OPACITIES[_number % len(_OPACITIES)]},
+    }
+
+_COLUMNS_SIDE_BY_SIDE = 3
 _ROW = 19.0
 """Height of a line of a legend."""
 _CAP = 3.0
@@ -114,7 +143,7 @@ class _Plane:
         font = 'font-family="DejaVu Sans, Verdana, Helvetica, sans-serif" font-size="12"'
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img">\n'
-            f"<title>{escape(label)}</title>\n" + painted("\n".join(shapes)) + "\n</svg>\n"
+            f"<title>{escape(label)}</title>\n" + _painted("\n".join(shapes)) + "\n</svg>\n"
         )
 
 
@@ -283,7 +312,7 @@ def line_chart(curves: Sequence[Curve], *, across: str, up: str) -> str:
     for number, (kind, members) in enumerate(groupby(curves, key=lambda curve: curve.kind)):
         legend.append(svg.text(left, y + 4, kind, "start", "heading"))
         y += _ROW
-        dashes, colour = cycle(range(len(DASHES))), f"kind-{min(number, len(COLOURS) - 1)}"
+        dashes, colour = cycle(range(len(_DASHES))), f"kind-{min(number, len(_COLOURS) - 1)}"
         # Bands first, for the curves to lie upon.
         for curve in sorted(members, key=lambda curve: not curve.best):
             look = f"best {colour}" if curve.best else f"curve {colour} dash-{next(dashes)}"
@@ -334,7 +363,7 @@ def _legend_rows(names: Sequence[str]) -> list[list[tuple[int, str, float]]]:
 
 
 def _legend(names: Sequence[str], kind: str) -> list[str]:
-    assert len(names) <= _SERIES
+    assert len(names) <= len(_COLOURS)
     shapes: list[str] = []
     for row, entries in enumerate(_legend_rows(names)):
         y = 37 + _ROW * row
@@ -344,6 +373,16 @@ def _legend(names: Sequence[str], kind: str) -> list[str]:
                 mark = svg.line(x, y, x + 26, y, f"curve-{number}") + "\n" + svg.circle(x + 13, y, 4, f"dot-{number}")
             shapes += [mark, svg.text(x + 32, y + 4, name, "start", "name")]
     return shapes
+
+
+def _painted(shapes: str) -> str:
+    """Add to every shape the attributes that its classes stand for."""
+    return re.sub(r'class="([^"]*)"', lambda match: f"{match[0]}{_attributes(match[1])}", shapes)
+
+
+def _attributes(classes: str) -> str:
+    look = {key: value for name in classes.split() for key, value in _LOOKS[name].items()}
+    return "".join(f' {key}="{value}"' for key, value in look.items())
 
 
 def _spoken(series: Series, names: Sequence[str], up: str) -> str:

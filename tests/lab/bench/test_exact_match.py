@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from polydraft.lab.bench.exact_match import is_exact_match
+from polydraft.lab.bench.session import is_exact_match
 
 
 @pytest.mark.parametrize(

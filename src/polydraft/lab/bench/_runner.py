@@ -12,7 +12,6 @@ import torch
 from polydraft.devices import captures
 from polydraft.engine import Stats
 from polydraft.errors import FailureError, PolydraftError
-from polydraft.lab.bench.exact_match import is_exact_match
 from polydraft.lab.bench.meters import EnergyMeter, MemoryMeter, synchronised_clock
 from polydraft.lab.bench.method import Method, Token
 from polydraft.output import cannot_write, check_folder, check_same, read_settings, written_whole
@@ -156,12 +155,12 @@ class Runner:
         energy_seconds: float = 0.0,
         energy: EnergyMeter | None = None,
         likelihood: Callable[[list[int], list[int]], float] | None = None,
-        decode: Callable[[list[int]], str] | None = None,
+        grade: Callable[[Prompt, list[int]], bool | None] = lambda prompt, tokens: None,
     ) -> None:
         self.methods, self.prompts, self.repeat, self.seed = list(methods), list(prompts), repeat, seed
         self._batch = batch
         self._device = device
-        self._likelihood, self._decode = likelihood, decode
+        self._likelihood, self._grade = likelihood, grade
         self._memory = MemoryMeter(device)
         self._energy, self._energy_seconds = energy, energy_seconds
 
@@ -335,10 +334,6 @@ class Runner:
         prompt, prompt_ids = pair
         token_ids = [token.token_id for token in tokens]
         passes = [token.target_pass for token in tokens if token.target_pass is not None]
-        scored = self._likelihood is not None and bool(tokens) and error is None
-        exact_match = None
-        if self._decode is not None and prompt.answers and error is None:
-            exact_match = is_exact_match(self._decode(token_ids), prompt.answers)
         return Measurement(
             method=method.name,
             prompt=prompt.id,
@@ -347,8 +342,8 @@ class Runner:
             sources=[token.source for token in tokens],
             passes=passes if tokens and len(passes) == len(tokens) else None,
             error=error,
-            log_likelihood=self._likelihood(prompt_ids, token_ids) if scored and self._likelihood is not None else None,
-            exact_match=exact_match,
+            log_likelihood=self._likelihood(prompt_ids, token_ids) if self._likelihood and tokens and error is None else None,
+            exact_match=self._grade(prompt, token_ids) if error is None else None,
             **figures,
         )
 

@@ -5,8 +5,9 @@ import datetime
 import importlib.metadata
 import json
 import platform
+import re
+import string
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,10 @@ from polydraft.models.placement import check_device_map, resolve_device, resolve
 from polydraft.options import AUTO
 from polydraft.prompts import Prompt, load_prompts
 from polydraft.sampling import SamplingParams
+
+_NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Models:
@@ -98,7 +103,7 @@ class BenchSession:
             energy_seconds=options.energy_seconds,
             energy=EnergyMeter(device),
             likelihood=self._likelihood if options.log_likelihood else None,
-            decode=partial(self.loaded.tokenizer.decode, skip_special_tokens=True),
+            grade=self._grade,
         )
         self.draft_name = draft_name
 
@@ -168,6 +173,11 @@ class BenchSession:
             "samples": self._samples(measurements),
         }
 
+    def _grade(self, prompt: Prompt, tokens: list[int]) -> bool | None:
+        """Return whether a text is the prompt's answer; None where it has none."""
+        text = self.loaded.tokenizer.decode(tokens, skip_special_tokens=True)
+        return is_exact_match(text, prompt.answers) if prompt.answers else None
+
     def _likelihood(self, prompt: list[int], tokens: list[int]) -> float:
         """Return the target's log-probability of a text."""
         return sum(text_log_probs(self.loaded.model, prompt, [tokens])[0])
@@ -218,3 +228,23 @@ def _check_room(longest: int, new: int, positions: int | None) -> None:
             f"max_new_tokens={new} does not fit after the longest prompt of {longest} tokens in the model's context of "
             f"{positions}; use {positions - longest} at most, or shorter prompts"
         )
+
+
+def is_exact_match(text: str, answers: Sequence[str]) -> bool:
+    """Return whether a text is one of the answers.
+
+    Where all answers are numbers, the last number of the text counts, as the solutions of GSM8K end with it. Otherwise the
+    whole text does, without case, punctuation and articles, as in the evaluation script of SQuAD.
+    """
+    if all(_NUMBER.fullmatch(answer) for answer in answers):
+        found = _NUMBER.findall(text)
+        return bool(found) and _value(found[-1]) in map(_value, answers)
+    return _normalised(text) in map(_normalised, answers)
+
+
+def _value(number: str) -> float:
+    return float(number.replace(",", ""))
+
+
+def _normalised(text: str) -> str:
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())

@@ -97,7 +97,7 @@ def serve(source: str, out: Path | None, **options: Any) -> None:
     Arms run one after the other, with the same prompts and arrival times. The arms transformers and llama.cpp start their own
     servers; to measure any other server, give its --url and --arms as-is.
     """
-    from polydraft.lab.bench.report.serving import render_load
+    from polydraft.lab.bench.report import render_load
     from polydraft.lab.bench.serving import format_load, run_load
     from polydraft.output import check_file, write_text
     from polydraft.prompts import load_prompts

@@ -1,14 +1,16 @@
-"""`report.html`: one page, no requests, made from `results.json` (docs/bench-results.md)."""
+"""Pages that need nothing from elsewhere: `report.html` (docs/bench-results.md), and that of `polydraft bench serve`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from polydraft.lab import svg
 from polydraft.lab.bench import BASELINE
 from polydraft.lab.bench.report import _charts, _sections, values
+from polydraft.lab.svg import escape
 from polydraft.output import write_text
 
-__all__ = ["render", "write_report"]
+__all__ = ["render", "render_load", "write_report"]
 
 _HEADS = {
     "figures": ("All figures", "One row per method; a pass is one forward pass of the target."),
@@ -36,6 +38,8 @@ _HEADS = {
 }
 """Title and first sentence of each section, by anchor."""
 _QUEUED = '<p class="lead">On a GPU, a part counts only the time to queue its work; waiting for all of it counts as verify.</p>'
+
+_TIMES = {"first_token": "First token", "between_parts": "Between parts", "whole": "Whole answer"}
 
 
 def _section(anchor: str, body: str) -> str:
@@ -92,13 +96,38 @@ def render(results: dict[str, Any]) -> str:
 
 
 def write_report(results: dict[str, Any], path: Path) -> None:
-    """Write the page for one benchmark.
-
-    Parameters
-    ----------
-    results : dict
-        What `results.json` holds, schema 1.
-    path : Path
-        The file to write; its folder must exist.
-    """
+    """Write the page of one benchmark, given its `results.json`, into a folder that exists."""
     write_text(path, render(results))
+
+
+def render_load(found: Mapping[str, Any]) -> str:
+    """Return the page of `bench serve`, given the ``options`` and ``arms`` of its JSON file."""
+    arms = found["arms"]
+    body = f"""<h1>polydraft bench serve</h1>
+<section><h2>Throughput</h2><p class="lead">Tokens per second of all answers together.</p>{_throughput(arms)}</section>
+<section><h2>All figures</h2><p class="lead">Seconds are p50 / p95 / p99. Goodput counts answers within both limits.</p>
+{_table(arms)}</section>
+<section><h2>How it was measured</h2><p class="lead">Arms ran one after the other, on the same prompts and arrivals.</p>
+{_sections.facts_table("Settings", found["options"])}</section>"""
+    return _sections.page("polydraft bench serve", body)
+
+
+def _throughput(arms: Sequence[Mapping[str, Any]]) -> str:
+    scale = svg.Scale(0, 1.04 * max(1e-9, *(arm["tokens_per_second"] for arm in arms)))
+    return _charts.bars({arm["arm"]: arm["tokens_per_second"] for arm in arms}, scale)
+
+
+def _table(arms: Sequence[Mapping[str, Any]]) -> str:
+    labels = ("Tokens/s", "Answers/s", "Goodput/s", *_TIMES.values(), "Errors")
+    head = "".join(f'<th role="columnheader" scope="col">{label}</th>' for label in ("Arm", *labels))
+    rows = []
+    for arm in arms:
+        cells = [values.number(arm[name], 2) for name in ("tokens_per_second", "requests_per_second", "goodput")]
+        cells += [" / ".join(f"{one:.3f}" for one in arm[f"{name}_seconds"].values()) for name in _TIMES]
+        cells.append(f"{arm['errors']} of {arm['requests']}" + (f": {escape(arm['first_error'])}" if arm["errors"] else ""))
+        drawn = "".join(
+            f'<td role="cell" data-label="{label}"><span>{cell}</span></td>' for label, cell in zip(labels, cells, strict=True)
+        )
+        rows.append(f'<tr role="row"><th role="rowheader" scope="row"><code>{escape(arm["arm"])}</code></th>{drawn}</tr>')
+    return f"""<table role="table" class="headline"><thead role="rowgroup"><tr role="row">{head}</tr></thead>
+<tbody role="rowgroup">{"".join(rows)}</tbody></table>"""
