@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import polydraft
-from polydraft.certify.greedy_identity import IdentityCheck
+from polydraft.certify.greedy_identity import likeness_of
 from polydraft.draft import Combination, Drafter, GramTreeOptions, TreeDrafter
 from polydraft.draft.grams import GRAM_DRAFTERS, gram_tree
 from polydraft.engine import Decoder, Stats
@@ -126,7 +126,6 @@ def batches(options: argparse.Namespace) -> dict[str, float]:
 def identity(options: argparse.Namespace) -> dict[str, int]:
     """Greedy texts of the bundled model on the GPU, drafted and captured, against Hugging Face's."""
     decoder = polydraft.load("smollm2", device="cuda", tree="4x2x2x1x1")
-    check = IdentityCheck(decoder.target)
     found: dict[str, int] = {}
     for text in sample_prompts(options.prompts, 20):
         prompt = decoder.encode(text, chat=True)
@@ -135,7 +134,7 @@ def identity(options: argparse.Namespace) -> dict[str, int]:
         output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, pad_token_id=0)
         expected = output[0, len(prompt) :].tolist()
         got = decoder.generate(prompt, sampling=SamplingParams(temperature=0), max_new_tokens=64).token_ids
-        likeness = str(check.compare(prompt, expected, got))
+        likeness = str(likeness_of(decoder.target, prompt, expected, got))
         found[likeness] = found.get(likeness, 0) + 1
     print("greedy texts against Hugging Face's:", found)
     return found

@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from gpu import copy_bandwidth, event_seconds, graph_seconds
 from hybrid_shapes import COMMON, FAMILIES, TINY
-from polydraft.certify.greedy_identity import IdentityCheck
+from polydraft.certify.greedy_identity import likeness_of
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Stats
 from polydraft.models.hf import HFModel, early_exit
@@ -198,12 +198,11 @@ def speed(family: str, found: dict[str, Any]) -> None:
             result = decoder.generate(prompt, sampling=GREEDY, max_new_tokens=OPTIONS.new_tokens, seed=0)
             stats[name].append(result.stats)
             texts[name].append(result.token_ids)
-    check = IdentityCheck(target)
     rates = {name: sum(one.new_tokens for one in own) / sum(one.decode_seconds for one in own) for name, own in stats.items()}
     for name, own in stats.items():
         base = "plain, unrecorded" if name.endswith("unrecorded") else "plain"
         passes = sum(one.passes for one in own)
-        alike = [str(check.compare(*three)) for three in zip(prompts, texts["plain"], texts[name], strict=True)]
+        alike = [str(likeness_of(target, *three)) for three in zip(prompts, texts["plain"], texts[name], strict=True)]
         found[name] = {
             "tokens_per_second": rates[name],
             "ratio": rates[name] / rates["plain"],
@@ -326,7 +325,6 @@ def identity(family: str, found: dict[str, Any]) -> None:
     with full_precision():
         target, draft = pair_of(family, "float32", found)
         prompts = prompts_of(target)[: max(OPTIONS.prompts // 2, 1)]
-        check = IdentityCheck(target)
         expected = [Decoder(target).generate(one, sampling=GREEDY, max_new_tokens=64, seed=0).token_ids for one in prompts]
         found["float32"] = {}
         for tree in TREES:
@@ -336,7 +334,7 @@ def identity(family: str, found: dict[str, Any]) -> None:
                 "in a batch": [one.token_ids for one in decoder.generate(prompts, sampling=GREEDY, max_new_tokens=64, seed=0)],
             }
             for way, texts in ways.items():
-                alike = [str(check.compare(*three)) for three in zip(prompts, expected, texts, strict=True)]
+                alike = [str(likeness_of(target, *three)) for three in zip(prompts, expected, texts, strict=True)]
                 found["float32"][f"{tree} {way}"] = {kind: alike.count(kind) for kind in sorted(set(alike))}
         print(f"{family}, float32, texts as plain ones: {found['float32']}", flush=True)
 

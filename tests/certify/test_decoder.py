@@ -8,7 +8,7 @@ import torch
 from transformers import AutoTokenizer
 
 import polydraft
-from polydraft.certify.greedy_identity import GreedyJudge, GreedyReference, Likeness, TextJudge, certify_decoder, next_logits
+from polydraft.certify.greedy_identity import GreedyReference, Likeness, TextJudge, certify_decoder, next_logits
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import TabularModel
@@ -90,21 +90,20 @@ def with_twin(reference: GreedyReference, limit: int) -> list[int]:
 
 
 def test_a_near_tie_is_followed_and_an_error_behind_it_found(reference: GreedyReference) -> None:
-    judge = GreedyJudge(reference)
     plain, twin = reference.continued(PROMPT, 16), with_twin(reference, 16)
     assert TWIN in twin[:-2] and TWIN not in plain, "the setup: the twins come up"
-    assert judge.judge(PROMPT, plain, 16).likeness is Likeness.IDENTICAL
-    judgement = judge.judge(PROMPT, twin, 16)
+    assert reference.judge(PROMPT, plain, 16).likeness is Likeness.IDENTICAL
+    judgement = reference.judge(PROMPT, twin, 16)
     assert judgement.likeness is Likeness.NEAR_TIE and judgement.near_ties == twin.count(TWIN)
     wrong = [*twin[:-1], (twin[-1] + 100) % 256]
-    judgement = judge.judge(PROMPT, wrong, 16)
+    judgement = reference.judge(PROMPT, wrong, 16)
     assert judgement.likeness is Likeness.DIFFERENT and judgement.details is not None
     assert judgement.details["new token number"] == 15 and judgement.details["token"] == wrong[-1]
     assert judgement.details["gap of their logits"] > 1e-3
 
 
 def test_a_text_that_ends_early_differs(reference: GreedyReference) -> None:
-    judgement = GreedyJudge(reference).judge(PROMPT, reference.continued(PROMPT, 16)[:9], 16)
+    judgement = reference.judge(PROMPT, reference.continued(PROMPT, 16)[:9], 16)
     assert judgement.likeness is Likeness.DIFFERENT
     assert judgement.details is not None and judgement.details["new token number"] == 9 and judgement.details["token"] is None
 

@@ -49,41 +49,52 @@ def next_logits(target: HFModel, text: list[int]) -> Tensor:
     return logits_V
 
 
-@dataclass(frozen=True)
-class IdentityCheck:
-    """Compare token by token against the target's own logits."""
+def parting(one: list[int], other: list[int]) -> int:
+    """Return the first position at which two texts differ; that is the shorter one's end if it agrees up to there."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((index for index, (first, second) in pairs if first != second), min(len(one), len(other)))
 
-    target: HFModel
 
-    @torch.inference_mode()
-    def compare(self, prompt: list[int], expected: list[int], got: list[int]) -> Likeness:
-        """Say how `got` compares with `expected`."""
-        if expected == got:
-            return Likeness.IDENTICAL
-        parted = [index for index, (one, other) in enumerate(zip(expected, got, strict=False)) if one != other]
-        if not parted:
-            return Likeness.DIFFERENT  # one ends early, and they agree up to there
-        index = parted[0]
-        text = prompt + expected[:index]
-        logits_V = next_logits(self.target, text)
-        gap = float((logits_V[expected[index]] - logits_V[got[index]]).abs())
-        return Likeness.NEAR_TIE if gap <= self._tolerance(text, logits_V) else Likeness.DIFFERENT
+@torch.inference_mode()
+def likeness_of(target: HFModel, prompt: list[int], expected: list[int], got: list[int]) -> Likeness:
+    """Compare two texts; where they first differ, the target's logits decide whether it is a near-tie."""
+    if expected == got:
+        return Likeness.IDENTICAL
+    index = parting(expected, got)
+    if index == min(len(expected), len(got)):
+        return Likeness.DIFFERENT  # one ends early
+    text = prompt + expected[:index]
+    logits_V = next_logits(target, text)
+    gap = float((logits_V[expected[index]] - logits_V[got[index]]).abs())
+    return Likeness.NEAR_TIE if gap <= _tolerance(target, text, logits_V) else Likeness.DIFFERENT
 
-    def _tolerance(self, text: list[int], logits_V: Tensor) -> float:
-        """Measure the rounding of these very logits: read the text in one pass, and again with its last token by itself."""
-        context = self.target.start(1, len(text))
-        context.prefill([text[:-1]])
-        last_11 = torch.tensor([text[-1:]], device=self.target.device)
-        features_11F = context.extend(last_11, causal_block(1, 1, self.target.device))
-        other_V = self.target.head(features_11F[0, -1:])[0].float()
-        likeliest = logits_V.topk(min(_WATCHED, len(logits_V))).indices
-        noise = (logits_V - other_V)[likeliest].abs().max()
-        return max(_LEAST_GAP, _NOISE_FACTOR * float(noise))
+
+def _tolerance(target: HFModel, text: list[int], logits_V: Tensor) -> float:
+    """Measure the rounding of these very logits: read the text in one pass, and again with its last token by itself."""
+    context = target.start(1, len(text))
+    context.prefill([text[:-1]])
+    last_11 = torch.tensor([text[-1:]], device=target.device)
+    features_11F = context.extend(last_11, causal_block(1, 1, target.device))
+    other_V = target.head(features_11F[0, -1:])[0].float()
+    likeliest = logits_V.topk(min(_WATCHED, len(logits_V))).indices
+    noise = (logits_V - other_V)[likeliest].abs().max()
+    return max(_LEAST_GAP, _NOISE_FACTOR * float(noise))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """How one text compares with the target's own."""
+
+    likeness: Likeness
+    near_ties: int = 0
+    """Places where the text took the other of two all but equal logits; after each of them it is right again."""
+    details: dict[str, Any] | None = None
+    """Where and how it differs."""
 
 
 @dataclass(frozen=True)
 class GreedyReference:
-    """Continue texts by the likeliest token, one at a time, without any of the machinery under test."""
+    """The target's greedy texts, computed without any of the machinery under test: one token at a time."""
 
     target: HFModel
     eos_token_ids: Sequence[int] = ()
@@ -108,49 +119,25 @@ class GreedyReference:
         logits_V = next_logits(self.target, text)
         return float(logits_V[wanted] - logits_V[found])
 
-
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
-    """How one text compares with the target's own."""
-
-    likeness: Likeness
-    near_ties: int = 0
-    """Places where the text took the other of two all but equal logits; after each of them it is right again."""
-    details: dict[str, Any] | None = None
-    """Where and how it differs."""
-
-
-@dataclass(frozen=True)
-class GreedyJudge:
-    """Compare token by token; after a near-tie, go on with the judged text."""
-
-    reference: GreedyReference
-
     def judge(self, prompt: list[int], got: list[int], limit: int) -> Judgement:
-        """Say how `got` compares with the target's greedy text of at most `limit` tokens."""
-        check, ties, start = IdentityCheck(self.reference.target), 0, 0
+        """Compare a text with the target's greedy one of at most `limit` tokens; after a near-tie, continue from `got`."""
+        ties, start = 0, 0
         while start < limit:
             text = prompt + got[:start]
-            expected, rest = self.reference.continued(text, limit - start), got[start:]
+            expected, rest = self.continued(text, limit - start), got[start:]
             if expected == rest:
                 break
-            shorter = min(len(expected), len(rest))
-            index = next((place for place in range(shorter) if expected[place] != rest[place]), shorter)
-            if index == shorter or check.compare(text, expected, rest) is Likeness.DIFFERENT:
-                details = {"new token number": start + index, **self._parting(text, expected, rest, index)}
+            index = parting(expected, rest)
+            if likeness_of(self.target, text, expected, rest) is Likeness.DIFFERENT:
+                wanted, found = (tokens[index] if index < len(tokens) else None for tokens in (expected, rest))
+                details: dict[str, Any] = {"new token number": start + index, "expected token": wanted, "token": found}
+                if wanted is not None and found is not None:
+                    details["gap of their logits"] = self.gap(text + expected[:index], wanted, found)
                 return Judgement(likeness=Likeness.DIFFERENT, near_ties=ties, details=details)
             ties, start = ties + 1, start + index + 1
-            if rest[index] in self.reference.eos_token_ids:
+            if rest[index] in self.eos_token_ids:
                 break
         return Judgement(likeness=Likeness.NEAR_TIE if ties else Likeness.IDENTICAL, near_ties=ties)
-
-    def _parting(self, text: list[int], expected: list[int], rest: list[int], index: int) -> dict[str, Any]:
-        """Describe the first difference, at `index`."""
-        wanted, found = (tokens[index] if index < len(tokens) else None for tokens in (expected, rest))
-        details: dict[str, Any] = {"expected token": wanted, "token": found}
-        if wanted is not None and found is not None:
-            details["gap of their logits"] = self.reference.gap(text + expected[:index], wanted, found)
-        return details
 
 
 @dataclass(frozen=True)
@@ -187,8 +174,8 @@ class TextJudge:
             context = new + expected[:place]
             token = self._emitted(prompt, context, got, expected[place])
             if token is not None:
-                check = IdentityCheck(self.reference.target)
-                if check.compare(prompt + context, [expected[place]], [token]) is not Likeness.DIFFERENT:
+                kind = likeness_of(self.reference.target, prompt + context, [expected[place]], [token])
+                if kind is not Likeness.DIFFERENT:
                     return [*context, token]
             if place == 0 or self._text(prompt, context) != self._text(prompt, context[:-1]):
                 return None
@@ -272,13 +259,12 @@ def certify_decoder(
         With one check, `greedy`. After a near-tie, the rest of a text is compared with what the target writes after that token.
     """
     reference, encoded = _reference(decoder, prompts, chat, max_new_tokens)
-    judge = GreedyJudge(reference)
     settings: dict[str, Any] = {}
 
     def judged(index: int) -> Judgement:
         result = decoder.generate(encoded[index], sampling=_GREEDY, max_new_tokens=max_new_tokens, seed=index)
         settings.update(result.settings)
-        return judge.judge(encoded[index], result.token_ids, max_new_tokens)
+        return reference.judge(encoded[index], result.token_ids, max_new_tokens)
 
     certificate = _certificate("decoder", f"decoder of {decoder.target.name}", prompts, judged, max_new_tokens, observer)
     (check,) = certificate.checks

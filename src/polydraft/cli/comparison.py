@@ -2,13 +2,14 @@
 
 import dataclasses
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 import torch
 from rich.table import Table
 
+from polydraft.certify.greedy_identity import parting
 from polydraft.cli.options import SAMPLING_NAMES
 from polydraft.cli.terminal import TokenPrinter, figures_table
 from polydraft.devices import captures
@@ -77,8 +78,6 @@ def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | No
         return None
     click.echo(f"decoding with {HUGGING_FACE}, for comparison ...", err=True)
     prompt = decoder.encode(task.text, chat=not task.raw)
-    ids_1T = torch.tensor([prompt], device=target.device)
-    ends = list(decoder.eos_token_ids)
     sampling: dict[str, Any] = {"do_sample": decoder.with_defaults(params, prompt).temperature > 0}
     for name in SAMPLING_NAMES if sampling["do_sample"] else ("repetition_penalty",):
         value = getattr(params, name)
@@ -86,20 +85,13 @@ def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | No
         if decoder.defaults is None or was_asked(value) or name not in own:
             sampling[name] = (value or None) if name == "min_p" else value
 
-    def run(tokens: int) -> tuple[list[int], float]:
+    def run(count: int) -> tuple[list[int], float]:
         start = time.perf_counter()
-        with torch.random.fork_rng(), torch.inference_mode():
-            torch.manual_seed(task.choices.seed or 0)
-            output = target.hf_model.generate(
-                ids_1T,
-                attention_mask=torch.ones_like(ids_1T),
-                max_new_tokens=tokens,
-                eos_token_id=ends or None,
-                pad_token_id=ends[0] if ends else 0,
-                **sampling,
+        with torch.inference_mode():
+            tokens = hugging_face_text(
+                target.hf_model, prompt, decoder.eos_token_ids, count, task.choices.seed or 0, **sampling
             )
-        tokens_L: list[int] = output[0, len(prompt) :].tolist()
-        return tokens_L, time.perf_counter() - start
+        return tokens, time.perf_counter() - start
 
     try:
         run(_WARM_UP)
@@ -114,6 +106,25 @@ def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | No
     stats = Stats(new_tokens=count, block_tokens=count, passes=count, rounds=count, total_seconds=first + decoding)
     stats.seconds["prefill"] = first
     return stats, found
+
+
+def hugging_face_text(
+    model: Any, prompt: list[int], end_tokens: Iterable[int], most: int, seed: int, **options: Any
+) -> list[int]:
+    """Return the new tokens, `most` at most, that Hugging Face `generate` adds to a prompt."""
+    ids_1T, ends = torch.tensor([prompt], device=model.device), [*end_tokens]
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        output = model.generate(
+            ids_1T,
+            attention_mask=torch.ones_like(ids_1T),
+            max_new_tokens=most,
+            eos_token_id=ends or None,
+            pad_token_id=ends[0] if ends else 0,
+            **options,
+        )
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens
 
 
 def drafting_always(decoder: Decoder) -> Decoder | None:
@@ -205,7 +216,7 @@ def _state_identity(baseline: Generation, result: Generation, console: Any, exac
     if baseline.token_ids == result.token_ids:
         console.print("plain and drafted texts are identical, token by token")
         return
-    where = _parting(baseline.token_ids, result.token_ids)
+    where = parting(baseline.token_ids, result.token_ids)
     if exact:
         raise FailureError(f"the texts differ from token {where} on; please report this with the command and the model")
     console.print(f"the texts differ from token {where} on; in half precision two logits can tie: check with --dtype float32")
@@ -216,11 +227,5 @@ def _state_likeness(theirs: list[int], ours: list[int], console: Any) -> None:
     if theirs == ours:
         console.print(f"{HUGGING_FACE} gives the same text")
     else:
-        where = _parting(theirs, ours)
+        where = parting(theirs, ours)
         console.print(f"{HUGGING_FACE} differs from token {where} on, as kernels that round differently do at a near-tie")
-
-
-def _parting(one: list[int], other: list[int]) -> int:
-    """Return the first position at which two texts differ."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((index for index, (first, second) in pairs if first != second), min(len(one), len(other)))

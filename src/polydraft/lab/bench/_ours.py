@@ -77,16 +77,11 @@ def target_init(spec: MethodSpec, bench: Bench) -> Method:
     return _decoded(spec, bench, _options(spec, bench, tree=f"fork:{spec.argument or '16x5'}", lossy="target-init"))
 
 
-def _check_draft(spec: MethodSpec, bench: Bench) -> None:
-    if bench.draft is None:
-        raise UsageError(f"method {spec.text!r} needs a draft; pass --draft NAME, a folder, or early-exit:k")
-
-
 def _options(spec: MethodSpec, bench: Bench, *others: str, skip: tuple[str, ...] = (), **fixed: Any) -> LoadOptions:
     """Read the options behind a method, except those that its name determines; n-grams have their own too."""
     values = spec.read(method_options(grams="drafter" in fixed, skip=(*skip, *fixed)), *others)
     if needs_draft(fixed.get("drafter", AUTO)):
-        _check_draft(spec, bench)
+        bench.draft_for(spec)
     with spec.named_in_errors():
         names = values.keys() & MethodNgrams.__dataclass_fields__.keys()
         given = MethodNgrams(**{name: values.pop(name) for name in names})
@@ -106,8 +101,7 @@ def _ngrams(spec: MethodSpec, bench: Bench) -> Method:
         if not separator:
             raise UsageError(f"method {spec.text!r}: {spec.argument!r} is not a size of branches; write self-draft:6x6")
         spec = replace(spec, options={**spec.options, "branches": branches, "length": length})
-    options = _options(spec, bench, skip=OF_DRAFTS, drafter=spec.name, tree="none")
-    return _decoded(spec, bench, options)
+    return _decoded(spec, bench, _options(spec, bench, skip=OF_DRAFTS, drafter=spec.name, tree="none"))
 
 
 for _name in GRAM_DRAFTERS:
@@ -166,11 +160,9 @@ def beam_search(spec: MethodSpec, bench: Bench) -> Method:
 def _beams(spec: MethodSpec, bench: Bench, mode: str, *, with_draft: bool) -> Method:
     if mode == "sample" and bench.params.temperature == 0:
         raise UsageError(f"method {spec.text!r} samples; pass --temperature above 0, or use beam-search")
-    with_model = with_draft and spec.options.get("draft") != "twins"
     drafter = None
-    if with_model:
-        _check_draft(spec, bench)
-        drafter = make_drafter(Parts(target=bench.target.model, draft=bench.draft, topology=parse_tree("1")))
+    if with_draft and spec.options.get("draft") != "twins":
+        drafter = make_drafter(Parts(target=bench.target.model, draft=bench.draft_for(spec), topology=parse_tree("1")))
     decoder = BeamDecoder(Decoder(bench.target.model, drafter, eos_token_ids=bench.target.eos_token_ids))
     options = {"mode": mode, "beams": spec.count(default=4), **_beam_options(spec, mode, with_draft)}
     BeamOptions(**options)  # refuses what is wrong before there is a prompt

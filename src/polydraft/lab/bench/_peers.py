@@ -2,14 +2,16 @@
 
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from polydraft.cli.comparison import hugging_face_text
 from polydraft.devices import captures
 from polydraft.errors import FailureError, UsageError, first_line
-from polydraft.lab.bench.libllama import VARIABLE, LlamaCpp, find_build, find_wheel
+from polydraft.lab.bench.libllama import SEEDS, VARIABLE, LlamaCpp, find_build, find_wheel
 from polydraft.lab.bench.method import METHODS, Bench, Method, MethodSpec, Token, Tokens
 from polydraft.models.bundled import BUNDLED, weights_file
 from polydraft.models.hf import HFModel
@@ -20,8 +22,6 @@ _WITHOUT_COMPILER = ("No working C++ compiler found", "Failed to find C compiler
 """What torch and Triton say if there is no compiler."""
 _COMPILED_TOKENS = 3
 """One from the prompt, which is not compiled, and two from compiled passes."""
-_SEEDS = 2**32 - 1
-"""llama.cpp takes 32 bits, of which the highest number means "draw one"."""
 _PLAIN_DISTRIBUTION = {
     "top_k": 0,
     "top_p": 1.0,
@@ -46,12 +46,11 @@ def assisted(spec: MethodSpec, bench: Bench) -> Method:
     """Hugging Face assisted generation with the same draft; ``hf-assisted:5`` fixes the number of drafted tokens."""
     spec.take()
     count = spec.count(default=0)
-    if bench.draft is None:
-        raise UsageError(f"method {spec.text!r} needs a draft; pass --draft NAME, a folder, or early-exit:k")
-    refuse_translated(bench.draft, f"method {spec.text!r}")
-    if not isinstance(bench.draft, HFModel):
-        raise UsageError(f"method {spec.text!r} needs a draft that is a language model; {bench.draft.name!r} is a feature head")
-    assistant = bench.draft.hf_model
+    draft = bench.draft_for(spec)
+    refuse_translated(draft, f"method {spec.text!r}")
+    if not isinstance(draft, HFModel):
+        raise UsageError(f"method {spec.text!r} needs a draft that is a language model; {draft.name!r} is a feature head")
+    assistant = draft.hf_model
 
     def options() -> dict[str, Any]:
         if count:
@@ -73,65 +72,38 @@ def lookup(spec: MethodSpec, bench: Bench) -> Method:
 @METHODS.register("hf-beam")
 def hugging_face_beam(spec: MethodSpec, bench: Bench) -> Method:
     """Beams of Hugging Face `generate`: ``hf-beam:4``; search at temperature 0, sampling above."""
-    spec.take()
-    width = spec.count(default=4)
-    peer = _hugging_face(spec, bench, lambda: {"num_beams": width}, one_token_per_pass=True)
-    return Method(name=spec.text, generate=peer.generate, comparable=False)
+    return _hugging_face_beams(spec, bench)
 
 
 @METHODS.register("hf-beam-search")
 def hugging_face_beam_search(spec: MethodSpec, bench: Bench) -> Method:
     """Deterministic beam search of Hugging Face `generate` at any temperature: ``hf-beam-search:4``."""
+    return _hugging_face_beams(spec, bench, do_sample=False, temperature=None, top_k=None, top_p=None)
+
+
+def _hugging_face_beams(spec: MethodSpec, bench: Bench, **override: Any) -> Method:
     spec.take()
     width = spec.count(default=4)
-    sampling_off = {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
-    peer = _hugging_face(spec, bench, lambda: {"num_beams": width}, one_token_per_pass=True, override=sampling_off)
-    return Method(name=spec.text, generate=peer.generate, comparable=False)
+    peer = _hugging_face(spec, bench, lambda: {"num_beams": width, **override}, one_token_per_pass=True)
+    return replace(peer, comparable=False)
 
 
 def _hugging_face(
-    spec: MethodSpec,
-    bench: Bench,
-    options: Callable[[], dict[str, Any]],
-    *,
-    one_token_per_pass: bool = False,
-    override: dict[str, Any] | None = None,
+    spec: MethodSpec, bench: Bench, options: Callable[[], dict[str, Any]], *, one_token_per_pass: bool = False
 ) -> Method:
-    """Make a method of `generate` with some options.
+    """Make a method of `generate`; `options` returns further arguments for each text, which replace those of sampling.
 
-    Parameters
-    ----------
-    spec : MethodSpec
-    bench : Bench
-    options : callable
-        Gives the further arguments of `generate`, anew for each text.
-    one_token_per_pass : bool
-        Whether every token has a target pass of its own; `generate` does not tell.
-    override : dict, optional
-        In place of the settings of sampling.
+    `generate` does not say how many passes it took, so `one_token_per_pass` does.
     """
-    model, params = bench.target.model.hf_model, bench.params
+    params = bench.params
     settings: dict[str, Any] = {"do_sample": False}
     if params.temperature > 0:
         # top_k=0: `generate` would otherwise keep 50 tokens by default and sample from another distribution than we do.
         settings = {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
-    settings = settings if override is None else override
-    eos = list(bench.target.eos_token_ids)
 
     def generate(prompt: list[int], seed: int) -> Tokens:
-        ids_1T = torch.tensor([prompt], device=model.device)
-        with torch.random.fork_rng():
-            torch.manual_seed(seed)
-            output = model.generate(
-                ids_1T,
-                attention_mask=torch.ones_like(ids_1T),
-                max_new_tokens=bench.max_new_tokens,
-                eos_token_id=eos or None,
-                pad_token_id=eos[0] if eos else 0,
-                **settings,
-                **options(),
-            )
-        tokens = output[0, len(prompt) :].tolist()
+        model, ends = bench.target.model.hf_model, bench.target.eos_token_ids
+        tokens = hugging_face_text(model, prompt, ends, bench.max_new_tokens, seed, **{**settings, **options()})
         for index, token in enumerate(tokens[: bench.max_new_tokens]):
             yield Token(token, "target" if one_token_per_pass else "unknown", index if one_token_per_pass else None)
         return None
@@ -170,17 +142,8 @@ def _compile(prompt: list[int], bench: Bench) -> None:
     """Compile for the longest text of all: transformers never shrinks a static cache, so no later text compiles again."""
     model, length = bench.target.model.hf_model, bench.longest_prompt + bench.max_new_tokens
     text = (prompt * (length // len(prompt) + 1))[: max(1, length - _COMPILED_TOKENS)]
-    ids_1T = torch.tensor([text], device=model.device)
     try:
-        model.generate(
-            ids_1T,
-            attention_mask=torch.ones_like(ids_1T),
-            max_new_tokens=length - len(text),
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            **_compiled_options(bench),
-        )
+        hugging_face_text(model, text, (), length - len(text), 0, do_sample=False, **_compiled_options(bench))
     except RuntimeError as problem:
         if any(words in str(problem) for words in _WITHOUT_COMPILER):
             raise FailureError("method 'hf-compiled' needs a C++ compiler and found none; install one, such as g++") from None
@@ -211,7 +174,7 @@ def llama_cpp(spec: MethodSpec, bench: Bench) -> Method:
 
     def tokens(prompt: list[int], seed: int) -> Iterator[int]:
         engine.reset()  # or it would keep what a prompt shares with the one before it
-        engine.set_seed(seed % _SEEDS)
+        engine.set_seed(seed % SEEDS)
         yield from engine.generate(prompt, temp=bench.params.temperature, **_PLAIN_DISTRIBUTION)  # temp=0 is its greedy sampler
 
     return _one_by_one(spec, bench, tokens)

@@ -26,8 +26,8 @@ _BELOW = (".", "lib", "bin", "build/bin", "build/lib")
 """Where a folder may have it: installed, or just built."""
 _MACHINES = ("x86_64", "aarch64", "arm64")
 """Where structures are passed as said above."""
-_SEEDS = 2**32 - 1
-"""It takes 32 bits, of which the highest number means "draw one"."""
+SEEDS = 2**32 - 1
+"""Seeds have 32 bits, and the highest number means "choose one at random"."""
 
 
 class _Block(ctypes.Structure):
@@ -211,7 +211,7 @@ class LlamaCpp:
             steps = [library.llama_sampler_init_temp(params.temperature)]
             steps += [library.llama_sampler_init_top_k(params.top_k)] if params.top_k else []
             steps += [library.llama_sampler_init_top_p(params.top_p, 1)] if params.top_p < 1 else []
-            steps += [library.llama_sampler_init_dist(seed % _SEEDS)]
+            steps += [library.llama_sampler_init_dist(seed % SEEDS)]
         for step in steps:
             library.llama_sampler_chain_add(chain, step)  # which owns it from now on
         return chain

@@ -45,6 +45,12 @@ class Bench:
     corpus: str = "auto"
     """Corpus cache, for methods that have one."""
 
+    def draft_for(self, spec: "MethodSpec") -> Any:
+        """Return the draft, for a method that needs one."""
+        if self.draft is None:
+            raise UsageError(f"method {spec.text!r} needs a draft; pass --draft NAME, a folder, or early-exit:k")
+        return self.draft
+
 
 @dataclass(frozen=True, kw_only=True)
 class Method:

@@ -15,7 +15,7 @@ import torch
 
 import polydraft
 from polydraft.beam import text_log_probs
-from polydraft.certify.greedy_identity import IdentityCheck, Likeness
+from polydraft.certify.greedy_identity import Likeness, likeness_of
 from polydraft.defaults import default_draft
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
@@ -186,12 +186,11 @@ class BenchSession:
         """At temperature 0, compare every text with the baseline's."""
         if self.options.temperature > 0:
             return None
-        check = IdentityCheck(self.loaded.model)
         prompts = {prompt.id: ids for prompt, ids in self.prompts}
         comparable = {method.name for method in self.methods if method.comparable}
         first = {(one.method, one.prompt): one.token_ids for one in reversed(measurements) if not one.error}
         return {
-            (method, prompt): check.compare(prompts[prompt], first[BASELINE, prompt], tokens).value
+            (method, prompt): likeness_of(self.loaded.model, prompts[prompt], first[BASELINE, prompt], tokens).value
             for (method, prompt), tokens in first.items()
             if method in comparable and (BASELINE, prompt) in first and prompt in prompts
         }
