@@ -14,8 +14,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from polydraft.options import AUTO
+from polydraft.tune import TuneOptions
 from polydraft.tune.contest import Candidate
-from polydraft.tune.options import TuneOptions
 from polydraft.tune.tuning import Result, Tuning, Use
 
 OTHERS = (

@@ -8,7 +8,7 @@ import pytest
 from polydraft.defaults import default_tree
 from polydraft.engine import Decoder
 from polydraft.profile import VARIABLE
-from polydraft.tune.options import TuneOptions
+from polydraft.tune import TuneOptions
 from polydraft.tune.tuning import Tuning, Use, usual_candidates
 
 COMMON = ("--max-new-tokens", "8", "--minutes", "0.001", "--raw", "--device", "cpu", "--dtype", "float32")
@@ -66,10 +66,10 @@ def test_several_temperatures_in_tables(invoke, tiny: str, cache: Path, prompts:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("--batch-size", "1,zero"), "is not a list of numbers"),
+        (("--batch-size", "1,zero"), "is not a list of whole numbers"),
         (("--batch-size", "0"), "--batch-size 0 is out of range"),
         (("--temperature", "-1"), "--temperature -1 is out of range"),
-        (("--temperature", ","), "is out of range"),
+        (("--temperature", ","), "is not a list of numbers"),
         (("--minutes", "0"), "--minutes 0 is out of range"),
         (("--max-new-tokens", "1"), "--max-new-tokens 1 is out of range"),
         (("--prompts", "no-such-file"), "not found"),

@@ -174,7 +174,9 @@ def _arguments(option: Option) -> dict[str, Any]:
     default, kind = option.default, option.annotation if option.default is not None else option.kind
     if kind is bool:
         return {"is_flag": True, "default": default, "show_default": default}
-    arguments = {"default": default, "show_default": default is not None and default != ()}
+    arguments: dict[str, Any] = {"default": default, "show_default": default is not None and default != ()}
+    if option.name == "threads":
+        arguments["callback"] = _checked_threads
     if get_origin(kind) is tuple:
         kind = get_args(kind)[0]
         arguments["multiple"] = True
@@ -189,7 +191,19 @@ def taken(kind: type[Kind], options: dict[str, Any]) -> Kind:
     return kind(**{field.name: options.pop(field.name) for field in dataclasses.fields(kind)})
 
 
-def in_range(context: click.Context, parameter: click.Parameter, threads: int | None) -> int | None:
+def numbers(flag: str, text: str, kind: type[int] | type[float], example: str) -> tuple[Any, ...]:
+    """Read a list of numbers, each once."""
+    try:
+        found = tuple(dict.fromkeys(kind(part) for part in text.replace(",", " ").split()))
+    except ValueError:
+        found = ()
+    if not found:
+        what = "whole numbers" if kind is int else "numbers"
+        raise UsageError(f"{flag} {text!r} is not a list of {what}; separate them with commas, such as {example}")
+    return found
+
+
+def _checked_threads(context: click.Context, parameter: click.Parameter, threads: int | None) -> int | None:
     """Refuse numbers of threads that make torch fail or crash."""
     if threads is not None and not 1 <= threads <= _MOST_THREADS:
         raise UsageError(f"--threads {threads} is out of range; allowed: whole numbers from 1 to {_MOST_THREADS}")
@@ -295,12 +309,9 @@ def _asked(name: str, value: Any) -> Any:
     return UsualCount(value) if isinstance(value, int) else Usual(value)
 
 
-_RANGES = {"threads": {"callback": in_range}}
-
-
 def options_of_decoders(kind: type[Loading], *others: type[Any], expert: Collection[str] = ()) -> Decorator:
     """Return a decorator that adds the options of a decoder, those of other dataclasses, and `--set` for the expert ones."""
-    flags = [options_of(kind, skip=_EXPERT, **_RANGES), *(options_of(other, skip=expert) for other in others)]
+    flags = [options_of(kind, skip=_EXPERT), *(options_of(other, skip=expert) for other in others)]
     return with_options([*flags, settings_of(kind, *others, only={*_EXPERT, *expert})])
 
 
@@ -310,7 +321,7 @@ shared_options, loading_options = options_of_decoders(Choices), options_of_decod
 
 def machine_options(*, skip: Collection[str] = (), **changes: dict[str, Any]) -> Decorator:
     """Return a decorator that adds the options of the machine: device, dtype and threads."""
-    return with_options([options_of(PlaceOptions, skip=("device_map", *skip), **changes), options_of(Threads, **_RANGES)])
+    return with_options([options_of(PlaceOptions, skip=("device_map", *skip), **changes), options_of(Threads)])
 
 
 def set_threads(threads: int | None) -> None:

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import GroupedCommand, Threads, in_range, json_option, options_of, prepare
+from polydraft.cli.options import GroupedCommand, Threads, json_option, numbers, options_of, prepare
 from polydraft.cli.terminal import PhaseProgress, announce_start, figures_table, output_console
-from polydraft.errors import FailureError, UsageError
+from polydraft.errors import FailureError
 from polydraft.output import check_file
-from polydraft.tune.options import TuneOptions
+from polydraft.tune import TuneOptions
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -21,15 +21,8 @@ if TYPE_CHECKING:
 
 
 def _numbers(context: click.Context, parameter: click.Parameter, text: str) -> tuple[float, ...]:
-    """Read a list of numbers."""
-    kind = int if parameter.name == "batch_sizes" else float
-    try:
-        return tuple(dict.fromkeys(kind(part) for part in text.replace(",", " ").split()))
-    except ValueError:
-        example = "1,8,32" if kind is int else "0,1"
-        raise UsageError(
-            f"{parameter.opts[0]} {text!r} is not a list of numbers; separate them with commas, such as {example}"
-        ) from None
+    kind, example = (int, "1,8,32") if parameter.name == "batch_sizes" else (float, "0,1")
+    return numbers(parameter.opts[0], text, kind, example)
 
 
 _LIST: dict[str, Any] = {"type": str, "multiple": False, "callback": _numbers, "show_default": True}
@@ -43,7 +36,7 @@ _LIST: dict[str, Any] = {"type": str, "multiple": False, "callback": _numbers, "
     temperatures={"flag": "--temperature", "metavar": "T,T,...", "default": "0", **_LIST},
     batch_sizes={"flag": "--batch-size", "metavar": "N,N,...", "default": "1,8", **_LIST},
 )
-@options_of(Threads, threads={"callback": in_range})
+@options_of(Threads)
 @click.option("--out", type=click.Path(path_type=Path), help="File for the profile  [default: a file in the cache folder].")
 @json_option
 def command(out: Path | None, as_json: bool, **options: Any) -> None:

@@ -18,8 +18,8 @@ from polydraft.options import AUTO, LoadOptions
 from polydraft.profile import NONE, Pick, Profile, origin_of, profile_file
 from polydraft.prompts import load_prompts
 from polydraft.sampling import SamplingParams
+from polydraft.tune import TuneOptions
 from polydraft.tune.contest import Candidate, Lap, hold_contest, planned_turns, winner
-from polydraft.tune.options import TuneOptions
 
 _MOST_PROMPTS = 64
 _STATIC = ("chain:2", "chain:4", "2x1x1", "4x2x1", "4x2x2x1x1")

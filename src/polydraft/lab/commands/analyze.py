@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,14 +11,14 @@ from rich import box
 from rich.console import Group
 from rich.table import Table
 
-from polydraft.cli.options import in_range, json_option, options_of, prepare
+from polydraft.cli.options import json_option, numbers, options_of, prepare
 from polydraft.cli.terminal import PhaseProgress, announce_start, output_console
 from polydraft.errors import UsageError
 from polydraft.lab.analyze.settings import AnalyzeSettings
 from polydraft.options import PairOptions
 
 if TYPE_CHECKING:
-    from polydraft.lab.analyze.analysis import Analysis, DistributionStore, SampleSize
+    from polydraft.lab.analyze.analysis import Analysis, SampleSize
     from polydraft.lab.analyze.comparison import Row
 
 _USUAL = {
@@ -41,7 +42,6 @@ _ORDER = ("independent", "distinct", "greedy", "hybrid", "top", "other")
     temperatures={"flag": "--temperature", "metavar": "T,T,...", **_LIST},
     drafts={"metavar": "N,N,...", **_LIST},
     schemes={"metavar": "NAME,...", **_LIST},
-    threads={"callback": in_range},
 )
 @click.option("--sweep", type=click.Choice(["temperature", "drafts"]), help="Plot α over many temperatures or drafts.")
 @click.option(
@@ -59,24 +59,23 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
     if sweep is not None and out is None:
         raise UsageError("--sweep needs --out; name a folder for the plots")
     announce_start()
-    from polydraft.lab.analyze.analysis import Analysis
+    from polydraft.lab.analyze.analysis import Analysis, DistributionStore
     from polydraft.lab.analyze.files import Sweep, write_files
-    from polydraft.output import check_folder
+    from polydraft.output import cache_root, check_folder
 
     settings = _settings(sweep, options)
     if out is not None:
         check_folder(out, resume=True)
     prepare(settings.threads)
+    store = DistributionStore(out / "cache") if out else DistributionStore(cache_root() / "distributions", _KEPT_BYTES)
     with PhaseProgress() as progress:
-        analysis = Analysis(settings, _store(out), progress)
+        analysis = Analysis(settings, store, progress)
         rows = list(analysis.rows())
-    written = []
-    if out is not None:
-        written = write_files(rows, out, Sweep(sweep) if sweep else None, paper_bound=settings.paper_bound)
+    written = write_files(rows, out, Sweep(sweep) if sweep else None, paper_bound=settings.paper_bound) if out else []
     if as_json:
         click.echo(json.dumps(_report(analysis, rows)))
         return
-    _show(analysis, rows)
+    output_console().print(Group(*(_table(analysis, rows, size) for size in analysis.sizes)))
     if written:
         click.echo(f"{', '.join(map(str, written))} written")
 
@@ -84,37 +83,13 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
 def _settings(sweep: str | None, options: dict[str, Any]) -> AnalyzeSettings:
     """Read the lists and check everything that can be checked without a model."""
     temperatures, drafts = _USUAL[sweep]
-    options["temperatures"] = _numbers("--temperature", options["temperatures"] or temperatures, float)
-    options["drafts"] = _numbers("--drafts", options["drafts"] or drafts, int)
+    options["temperatures"] = numbers("--temperature", options["temperatures"] or temperatures, float, "0.6,1.0")
+    options["drafts"] = numbers("--drafts", options["drafts"] or drafts, int, "2,4,8")
     schemes = (options.pop("schemes") or "all").replace(",", " ").split()
     return AnalyzeSettings(schemes=() if schemes in ([], ["all"]) else tuple(schemes), **options)
 
 
-def _numbers(option: str, text: str, kind: type[float] | type[int]) -> tuple[Any, ...]:
-    try:
-        numbers = tuple(dict.fromkeys(kind(part) for part in text.replace(",", " ").split()))
-    except ValueError:
-        numbers = ()
-    if not numbers:
-        what, example = ("whole numbers", "2,4,8") if kind is int else ("numbers", "0.6,1.0")
-        raise UsageError(f"{option} {text!r} is not a list of {what}; separate them with commas, such as {example}")
-    return numbers
-
-
-def _store(out: Path | None) -> "DistributionStore":
-    from polydraft.lab.analyze.analysis import DistributionStore
-    from polydraft.output import cache_root
-
-    return (
-        DistributionStore(cache_root() / "distributions", most_bytes=_KEPT_BYTES)
-        if out is None
-        else DistributionStore(out / "cache")
-    )
-
-
 def _report(analysis: "Analysis", rows: list["Row"]) -> dict[str, Any]:
-    from dataclasses import asdict
-
     settings, pair = analysis.settings, analysis.pair
     models = {"draft": pair.draft_name, "device": str(pair.device), "dtype": str(pair.dtype).removeprefix("torch.")}
     return {
@@ -122,11 +97,6 @@ def _report(analysis: "Analysis", rows: list["Row"]) -> dict[str, Any]:
         "samples": [asdict(size) for size in analysis.sizes],
         "settings": {**asdict(settings), **models},
     }
-
-
-def _show(analysis: "Analysis", rows: list["Row"]) -> None:
-    """Print one table per temperature."""
-    output_console().print(Group(*(_table(analysis, rows, size) for size in analysis.sizes)))
 
 
 def _table(analysis: "Analysis", rows: Sequence["Row"], size: "SampleSize") -> Table:
@@ -160,15 +130,12 @@ def _table(analysis: "Analysis", rows: Sequence["Row"], size: "SampleSize") -> T
 
 
 def _cells(row: "Row", paper_bound: bool) -> list[str]:
-    cells = [
-        _figure(row.acceptance, row.standard_error),
-        _figure(row.optimum, row.optimum_standard_error),
-        _figure(row.gap, row.gap_standard_error),
-    ]
-    return [*cells, _figure(row.paper_bound, row.paper_bound_standard_error)] if paper_bound else cells
+    pairs = [(row.acceptance, row.standard_error), (row.optimum, row.optimum_standard_error), (row.gap, row.gap_standard_error)]
+    pairs += [(row.paper_bound, row.paper_bound_standard_error)] if paper_bound else []
+    return [_figure(*pair) for pair in pairs]
 
 
-def _figure(value: float | None, error: float | None = None) -> str:
+def _figure(value: float | None, error: float | None) -> str:
     if value is None:
         return "-"
     # Rounding leaves some 1e-17 on either side of nothing.

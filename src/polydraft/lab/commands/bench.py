@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.table import Table
 
-from polydraft.cli.options import in_range, options_of, prepare, prompts_option
+from polydraft.cli.options import options_of, prepare, prompts_option
 from polydraft.cli.terminal import PhaseProgress, announce_start, figures_table, output_console, sources_text
 from polydraft.errors import FailureError, UsageError
 from polydraft.lab.bench.options import BenchOptions, method_options
@@ -34,7 +34,6 @@ _BEHIND = (
     source={"flag": "--prompts"},
     shard={"metavar": "I/N"},
     methods={"type": str, "multiple": False, "default": "ar sd:5 mcsd:4x2x1 hf", "show_default": True},
-    threads={"callback": in_range},
 )
 @click.option(
     "--reproduce",
