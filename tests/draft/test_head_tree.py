@@ -77,8 +77,8 @@ def reference(target: HFModel, head, text: list[int], path: list[int], depth: in
     tokens_1L = torch.tensor([[*text, *path[:depth], 0]])
     answer_1L = torch.zeros(tokens_1L.shape, dtype=torch.bool)
     answer_1L[0, -1] = True
-    _, answers = pupil.lesson(Texts(tokens_1L, answer_1L), depth + 1)
-    return answers[depth][1][0]
+    _, outputs_1H = pupil.study(Texts(tokens_1L, answer_1L), depth + 1).outputs[depth]
+    return pupil.logits(outputs_1H)[0]
 
 
 FORMS = {

@@ -10,7 +10,7 @@ from polydraft.sampling import NO_TOKEN, PartialVocabulary
 from polydraft.train import HeadSize
 from polydraft.train.corpus import Corpus
 from polydraft.train.objective import loss_of
-from polydraft.train.pupils import TargetDistributions, Teacher, acceptance_of
+from polydraft.train.pupils import Pupil, TargetDistributions, Teacher, acceptance_of
 from polydraft.train.start import load_start
 from polydraft.train.training import make_pupil
 from polydraft.train.writer import Texts, Writer, chat_form
@@ -138,6 +138,11 @@ def test_teacher_tells_short_distributions_of_the_full_model(target: Loaded) -> 
     ]
 
 
+def answers(pupil: Pupil, texts: Texts) -> list[torch.Tensor]:
+    """Logits at two depths of drafting."""
+    return [pupil.logits(outputs_RH) for _, outputs_RH in pupil.study(texts, 2).outputs]
+
+
 @pytest.mark.parametrize("mlp_size", [32, 48])
 def test_a_head_goes_on_where_another_stopped(mlp_size: int, target: Loaded, tmp_path: Path) -> None:
     """With more units in its MLP and a layer that the other did not read, it says the same until it is trained."""
@@ -153,11 +158,11 @@ def test_a_head_goes_on_where_another_stopped(mlp_size: int, target: Loaded, tmp
     size = HeadSize(taps=(1, 2), rollouts=2, mlp_size=mlp_size)
     wider = short("head", vocabulary=100, size=size, start=str(tmp_path))
     second = make_pupil(wider, target, corpus, load_start(wider, target))
-    untaught = second.lesson(texts, 2)[1][0][1]
+    untaught = answers(second, texts)[0]
     second.prime(texts)
-    found = [logits_RD for _, logits_RD in second.lesson(texts, 2)[1]]
+    found = answers(second, texts)
     target.model.tap((1,))  # the two share their target
-    expected = [logits_RD for _, logits_RD in first.lesson(texts, 2)[1]]
+    expected = answers(first, texts)
     for found_RD, expected_RD in zip(found, expected, strict=True):
         torch.testing.assert_close(found_RD, expected_RD, rtol=1e-3, atol=1e-4)
     assert (untaught - expected[0]).abs().max() > 0.1

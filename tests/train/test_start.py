@@ -56,7 +56,9 @@ def test_a_draft_starts_as_the_model_that_is_given(
 ) -> None:
     settings = short("draft", size=NEW, start=save_family(tmp_path, family), vocabulary=vocabulary)
     pupil = make_pupil(settings, target, Corpus((texts,), "chance"), load_start(settings, target))
-    distributions, [(rows_R, logits_RD)] = pupil.lesson(texts, 1)
+    lesson = pupil.study(texts, 1)
+    distributions, [(rows_R, outputs_RH)] = lesson.distributions, lesson.outputs
+    logits_RD = pupil.logits(outputs_RH)
     model = AutoModelForCausalLM.from_pretrained(tmp_path)
     expected_RV = model(texts.tokens_NL).logits[:, :-1].flatten(0, 1)
     known = pupil.teacher.vocabulary

@@ -165,11 +165,6 @@ class Pupil(ABC):
     def logits(self, outputs_RH: Tensor) -> Tensor:
         """Turn outputs into logits of the tokens that the draft knows."""
 
-    def lesson(self, texts: Texts, depths: int) -> tuple[TargetDistributions, list[tuple[Tensor, Tensor]]]:
-        """Return the target's distributions at the answers' positions, and for each depth their rows and the draft's logits."""
-        lesson = self.study(texts, depths)
-        return lesson.distributions, [(rows_R, self.logits(outputs_RH)) for rows_R, outputs_RH in lesson.outputs]
-
     @abstractmethod
     def export(self, folder: Path, details: dict[str, Any]) -> None:
         """Write the draft into a folder, for use."""

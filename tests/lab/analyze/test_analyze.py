@@ -116,7 +116,7 @@ def reference_draft_distribution(
         pupil.head, pupil.teacher = draft, Teacher(loaded.model, draft.vocabulary)
         answer_1L = torch.zeros(tokens_1L.shape, dtype=torch.bool)
         answer_1L[:, places.start + 1 :] = True
-        (_, logits_RD), *_ = pupil.lesson(Texts(tokens_1L, answer_1L), 1)[1]
+        logits_RD = pupil.logits(pupil.study(Texts(tokens_1L, answer_1L), 1).outputs[0][1])
     return draft.vocabulary.spread(distribution(logits_RD, temperature))
 
 
