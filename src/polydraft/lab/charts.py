@@ -88,7 +88,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class _Plane:
-    """Straight scales both ways inside a drawing, with room for names around them."""
+    """Linear scales in both directions inside a drawing, with room for names around them."""
 
     across: svg.Scale
     up: svg.Scale
@@ -112,7 +112,7 @@ class _Plane:
         return self.bottom - self.up.fraction(value) * (self.bottom - self.top)
 
     def frame(self, names: Mapping[float, str], across: str, up: str, turn: float = 0.0) -> list[str]:
-        """Draw the paper, the grid, names below places of the axis, and what the two directions mean."""
+        """Draw the background, the grid, names below the axis, and what the two axes mean."""
         shapes = [svg.rect(0, 0, self.width, self.height, "paper")]
         for tick in self.up.ticks(4):
             y = self.y(tick)
@@ -127,7 +127,7 @@ class _Plane:
         return [*shapes, svg.text(middle, self.height - 8, across), svg.text(8, 18, up, "start", "name")]
 
     def bar(self, x: float, value: float, kind: str) -> list[str]:
-        """Draw the interval of a figure as an upright error bar; nothing where it has none."""
+        """Draw the interval of a figure as a vertical error bar, if it has one."""
         ends = bounds(value)
         if ends is None or ends[0] == ends[1]:
             return []
@@ -148,18 +148,9 @@ class _Plane:
 
 
 def curves(series: Series, columns: Sequence[str], *, across: str, up: str, base: float = 0.0) -> str:
-    """Draw one curve per series over common columns, from `base` upwards.
+    """Draw one curve per series, seven at most, over common columns, from `base` upwards.
 
-    Parameters
-    ----------
-    series : mapping of str to sequence of float or None
-        Seven at most.
-    columns : sequence of str
-        What is written below each figure.
-    across, up : str
-        What the two directions mean.
-    base : float
-        Below all figures.
+    `across` and `up` name the axes.
     """
     high = base + 1.12 * (_highest(series, least=base + 0.1) - base)
     plane = _Plane.below([*series], svg.Scale(-0.5, len(columns) - 0.5), svg.Scale(base, high))
@@ -176,18 +167,10 @@ def curves(series: Series, columns: Sequence[str], *, across: str, up: str, base
 
 
 def grouped_columns(series: Series, groups: Mapping[str, Sequence[str]], *, base: float, across: str, up: str) -> str:
-    """Draw one column per figure, standing on `base`, in named groups.
+    """Draw one column per figure in named groups, up to three series side by side; `base` means "nothing gained".
 
-    Parameters
-    ----------
-    series : mapping of str to sequence of float or None
-        Three at most; their columns stand side by side. Figures follow the groups' order.
-    groups : mapping of str to sequence of str
-        Name of a group, which may be empty, to the names of its columns. Names that would collide are turned.
-    base : float
-        The figure that means "nothing gained".
-    across, up : str
-        What the two directions mean.
+    Groups map a name, which may be empty, to the names of columns, which are turned where they would collide. Figures are in
+    the order of the groups.
     """
     assert len(series) <= _COLUMNS_SIDE_BY_SIDE
     names = [name for group in groups.values() for name in group]
@@ -223,15 +206,10 @@ def grouped_columns(series: Series, groups: Mapping[str, Sequence[str]], *, base
 
 
 def scatter(groups: Mapping[str, Sequence[tuple[str, float, float]]], *, across: str, up: str) -> str:
-    """Draw named points in a plane, with the front of each group: its points that no other of it beats both ways.
+    """Draw named points, `(name, x, y)`, in up to seven groups, with the front of each: points that no other beats both ways.
 
-    Parameters
-    ----------
-    groups : mapping of str to sequence of (name, x, y)
-        Seven at most; larger is better in both directions. Where less is better across, as of costs, give all x as negative:
-        the axis shows their sizes, falling to the right.
-    across, up : str
-        What the two directions mean.
+    Larger is better on both axes. Costs are given as negative x: the axis then shows their absolute values, falling to the
+    right.
     """
     points = [point for group in groups.values() for point in group]
     plane = _Plane.below([*groups], svg.Scale(*_ends([x for _, x, _ in points])), svg.Scale(*_ends([y for _, _, y in points])))
@@ -256,7 +234,7 @@ def scatter(groups: Mapping[str, Sequence[tuple[str, float, float]]], *, across:
 
 
 def _label(plane: _Plane, name: str, x: float, y: float, taken: list[Box]) -> list[str]:
-    """Write a name beside its point, where nothing else stands; further away with a stroke that leads there."""
+    """Write a name beside its point where there is room; if that is further away, with a line that leads there."""
     inside = Box(plane.left, plane.top - 14, plane.right + 4, plane.bottom)
     near = [(0, -9, "middle"), (0, 19, "middle"), (9, 4, "start"), (-9, 4, "end")]
     far = [
@@ -277,19 +255,9 @@ def _label(plane: _Plane, name: str, x: float, y: float, taken: list[Box]) -> li
 
 
 def line_chart(curves: Sequence[Curve], *, across: str, up: str) -> str:
-    """Draw curves over a common axis of numbers, their names beside them; colour tells kinds apart, dashes members of a kind.
+    """Draw curves over a common numeric axis as an SVG file, with a legend in their order; figures are at most 1.
 
-    Parameters
-    ----------
-    curves : sequence of Curve
-        Curves of one kind stand together; the order is that of the legend.
-    across, up : str
-        What the two directions mean; figures above are at most 1.
-
-    Returns
-    -------
-    str
-        A whole SVG file.
+    Curves of one kind, which must be adjacent, share a colour and differ by dashes.
     """
     points = [point for curve in curves for point in curve.points]
     columns = sorted({point.x for point in points})
@@ -335,7 +303,7 @@ def _strokes(plane: _Plane, curve: Curve, look: str, error: str) -> list[str]:
 
 
 def _ends(figures: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of an axis, with some room around the figures, but none beyond 0 where they all lie on one side."""
+    """Return the ends of an axis, with some room around the figures, but not beyond 0 if they all lie on one side."""
     every = [end for figure in figures for end in (figure, *(bounds(figure) or ()))]
     low, high = min(every, default=0.0), max(every, default=1.0)
     room = 0.12 * (high - low) or 0.5
@@ -386,7 +354,7 @@ def _attributes(classes: str) -> str:
 
 
 def _spoken(series: Series, names: Sequence[str], up: str) -> str:
-    """Say the figures, for readers who hear the picture."""
+    """Return the figures as text, for screen readers."""
     told = [
         f"{name}: "
         + ", ".join(f"{column} {value:.2f}" for column, value in zip(names, values, strict=True) if value is not None)

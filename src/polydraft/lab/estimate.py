@@ -1,4 +1,4 @@
-"""Figures that know their 95 % intervals, and what two or more of them say about a claim."""
+"""Figures with 95 % intervals, and what they say about a claim."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -26,14 +26,7 @@ class Verdict(StrEnum):
 
 
 class Estimate(float):
-    """A measured figure. Wherever a number will do, it is one; what is computed from it has no interval.
-
-    Parameters
-    ----------
-    value : float
-    low, high : float, optional
-        Ends of the 95 % interval; equal for what is known exactly.
-    """
+    """A measured figure with the ends of its 95 % interval, equal for an exact figure; arithmetic drops the interval."""
 
     low: float | None
     high: float | None
@@ -46,7 +39,7 @@ class Estimate(float):
 
     @classmethod
     def exactly(cls, value: float) -> "Estimate":
-        """Return a figure that is known, such as the speed-up of plain decoding over itself."""
+        """Return an exact figure, such as the speed-up of plain decoding over itself."""
         return cls(value, value, value)
 
     @classmethod
@@ -57,12 +50,12 @@ class Estimate(float):
         return cls(value, value - _NORMAL * standard_error, value + _NORMAL * standard_error)
 
     def scaled(self, factor: float) -> "Estimate":
-        """Return it in other units; a negative factor turns the interval round."""
+        """Return it in other units; a negative factor swaps the ends."""
         ends = sorted(factor * end for end in (self.low, self.high) if end is not None)
         return Estimate(factor * self, *ends)
 
     def minus(self, other: "Estimate") -> "Estimate":
-        """Return a difference, as if both were measured apart; of the same prompts that is more than its interval needs."""
+        """Return a difference, as if both were measured independently; for the same prompts the interval is too wide."""
         mine, others, value = bounds(self), bounds(other), float(self) - float(other)
         if mine is None or others is None:
             return Estimate(value)
@@ -70,7 +63,7 @@ class Estimate(float):
         return Estimate(value, value - below, value + above)
 
     def over(self, other: "Estimate") -> "Estimate":
-        """Return a ratio of positive figures, as if both were measured apart."""
+        """Return a ratio of positive figures, as if both were measured independently."""
         mine, others = bounds(self), bounds(other)
         if mine is None or others is None or min(*mine, *others) <= 0:
             return Estimate(float(self) / float(other))
@@ -80,20 +73,18 @@ class Estimate(float):
 
 
 def bounds(value: float | None) -> tuple[float, float] | None:
-    """Return the ends of a figure's interval; None where it has none."""
+    """Return the ends of a figure's interval, if it has one."""
     if not isinstance(value, Estimate) or value.low is None or value.high is None:
         return None
     return value.low, value.high
 
 
 def verdict(figures: Sequence[float | None], *, alike: bool = False) -> Verdict:
-    """Decide whether figures fall in a reported order, the largest first.
+    """Decide whether figures fall in a reported order, largest first.
 
-    With `alike` the report is that they do not differ: that can be refuted, and otherwise stays undecided.
-
-    It does where no two neighbours' intervals overlap and all fall as reported, and does not where some pair's intervals do
-    not overlap and fall the other way. That is stricter than a test at 5 %: with equal intervals it asks for 2.8 standard
-    errors of the difference.
+    They do if no two neighbours' intervals overlap and all fall as reported; they do not if some pair's intervals are disjoint
+    and in the other order. That is stricter than a test at 5 %: with equal intervals it takes 2.8 standard errors of the
+    difference. With `alike` the report is that the figures do not differ, which can be refuted or stays undecided.
     """
     if any(value is None for value in figures):
         return Verdict.UNKNOWN
@@ -108,7 +99,7 @@ def verdict(figures: Sequence[float | None], *, alike: bool = False) -> Verdict:
 
 
 def with_intervals(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures of `results.json` whose `_low` and `_high` have become intervals, in lists and nested fields too."""
+    """Return figures of `results.json`, nested ones too, with `_low` and `_high` joined into an `Estimate`."""
     return {
         key: _joined(value, figures.get(key + _LOW), figures.get(key + _HIGH))
         for key, value in figures.items()

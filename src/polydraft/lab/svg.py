@@ -92,7 +92,7 @@ class Box:
 
 
 def fluid(height: float, shapes: Iterable[str], label: str | None = None) -> str:
-    """Draw at the width of the surrounding element; without a label it is decoration beside text that says the same."""
+    """Draw at the width of the surrounding element; without a label, hide it from screen readers."""
     role = f'role="img" aria-label="{escape(label)}"' if label else 'aria-hidden="true"'
     return f'<svg class="fluid" width="100%" height="{place(height)}" {role}>{"".join(shapes)}</svg>'
 
@@ -105,19 +105,13 @@ def panel(width: float, height: float, shapes: Iterable[str], label: str) -> str
 
 @dataclass(frozen=True)
 class Scale:
-    """A straight map from figures to percentages of the width, with round ticks.
-
-    Parameters
-    ----------
-    low, high : float
-        Figures at the two ends.
-    """
+    """A linear map from figures to percentages of the width, with round ticks."""
 
     low: float
     high: float
 
     def fraction(self, value: float) -> float:
-        """Where a figure lies, 0 to 1 within the ends; beyond them it is cut."""
+        """Position of a figure between the ends, 0 to 1."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
     def x(self, value: float) -> str:

@@ -47,20 +47,10 @@ def collect(
     temperature: float,
     observer: Observer,
 ) -> Distributions:
-    """Let the target answer the prompts, and return both models' probabilities at some positions of the answers.
+    """Let the target answer the prompts, and return both models' probabilities at random positions of the answers.
 
-    Parameters
-    ----------
-    settings : AnalyzeSettings
-        Those of the text and of the draft's temperature are used.
-    target : Loaded
-    draft : LanguageModel or Head
-        A head reads the target's features along the text, as it does when it drafts the first token of a round.
-    prompts : sequence of token-id lists
-    temperature : float
-        Of the text and of both distributions, unless the settings have another for the draft's.
-    observer : callable
-        For progress.
+    The temperature is that of the text and of both distributions, unless the settings have another for the draft. A feature
+    head reads the target's features along the text, as it does when it drafts the first token of a round.
     """
     texts = _write(settings, target, prompts, temperature, observer)
     head = draft if isinstance(draft, Head) else None
@@ -85,7 +75,7 @@ def collect(
 def _write(
     settings: AnalyzeSettings, target: Loaded, prompts: Sequence[Sequence[int]], temperature: float, observer: Observer
 ) -> list[list[int]]:
-    """Return each prompt with its answer, decoded plainly; an answer depends on its batch only by the rounding of logits."""
+    """Return each prompt with its answer by plain decoding; other rows of the batch affect an answer only by rounding."""
     decoder = Decoder(target.model, eos_token_ids=target.eos_token_ids)
     total, texts = len(prompts) * settings.max_new_tokens, []
     observer(f"T={temperature:g}: text", 0, total)
@@ -106,7 +96,7 @@ def _write(
 
 
 def _choose(texts: Texts, prompts: Texts, settings: AnalyzeSettings, first: int) -> list[list[int]]:
-    """Draw the tokens to be predicted, without replacement, from all answers alike."""
+    """Draw the tokens to predict from all answers, without replacement."""
     pairs = enumerate(zip(texts, prompts, strict=True))
     every = [(number, place) for number, (text, prompt) in pairs for place in range(max(len(prompt), first), len(text))]
     if not every:
@@ -127,22 +117,10 @@ def _batches(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 @torch.no_grad()
 def read(model: LanguageModel, texts: Texts, places: Places, head: Head | None = None) -> tuple[Tensor, Tensor | None]:
-    """Return a model's features, and those of a feature head above it, that predict some tokens of each text.
+    """Return a model's features, and the outputs of a feature head above it, that predict some tokens of each text.
 
-    Parameters
-    ----------
-    model : LanguageModel
-    texts : sequence of token-id lists
-        Read side by side.
-    places : sequence of int lists
-        Tokens to be predicted, from 1 on; with a head from 2 on, as its first entry is a pair of tokens.
-    head : Head, optional
-        Reads the model's own features along the text, as it does at the root of a tree.
-
-    Returns
-    -------
-    features_RF, outputs_RH : Tensor
-        Row by row, place by place.
+    The tokens to predict, `places`, count from 1, and from 2 with a head, whose first entry is a pair of tokens. Rows are
+    ordered by text, then by place.
     """
     known = [list(text[: rows[-1]]) if rows else [] for text, rows in zip(texts, places, strict=True)]
     longest = max(map(len, known))
@@ -177,7 +155,7 @@ class _Picker:
         self._kept: list[list[Tensor]] = [[] for _ in places]
 
     def take(self, starts: Sequence[int], counts: Sequence[int], values_BTX: Tensor) -> None:
-        """Look at the next chunk of each text."""
+        """Keep what is wanted of the next chunk of each text."""
         for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
             inside = [place - start for place in self._places[row] if start <= place < start + count]
             if inside:
@@ -191,9 +169,9 @@ class _Picker:
 def target_distributions(
     target: LanguageModel, features_RF: Tensor, temperature: float, vocabulary: PartialVocabulary | None
 ) -> Tensor:
-    """Return the target's distributions over the draft's tokens and, where these are not all, one column for the others.
+    """Return the target's distributions over the draft's tokens, with one more column for all others if there are any.
 
-    Tokens that a draft cannot propose differ in nothing that acceptance depends on: it is their sum that counts.
+    Acceptance depends only on the sum of the tokens that a draft cannot propose.
     """
     parts = []
     for part_RF in _chunks(features_RF, target.vocab_size):

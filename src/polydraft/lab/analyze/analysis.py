@@ -36,13 +36,7 @@ _NAMES = ("target", "draft", "prompt")
 
 
 class Pair:
-    """A target and its draft by name, loaded on first use.
-
-    Parameters
-    ----------
-    target, draft, device, dtype : str
-        As `polydraft.load` takes them.
-    """
+    """A target and its draft, named as for `polydraft.load`, and loaded on first use."""
 
     def __init__(self, target: str, draft: str, device: str, dtype: str) -> None:
         self.target_name = target
@@ -75,17 +69,10 @@ class Pair:
 
 
 class DistributionStore:
-    """Keep distributions by what they were computed from.
+    """Distributions on disk, by what they were computed from; beyond `most_bytes` the oldest are removed.
 
-    A file says in its header what it was made of and what its numbers sum up to. One that says anything else, or cannot be
-    read to the end, is not there for all purposes, and is written anew.
-
-    Parameters
-    ----------
-    folder : Path
-        Made when something is kept.
-    most_bytes : int, optional
-        Remove the oldest files beyond that; none if not given.
+    A file's header says what it was computed from, and has a checksum. A file that does not match, or cannot be read to its
+    end, counts as missing and is written again.
     """
 
     def __init__(self, folder: Path, most_bytes: int | None = None) -> None:
@@ -113,7 +100,7 @@ class DistributionStore:
         return Distributions(target_RV, draft_RV, prompt_R)
 
     def save(self, origin: dict[str, Any], distributions: Distributions) -> None:
-        """Store distributions completely or not at all; without room on the disk, not at all."""
+        """Store distributions completely or not at all; a full disk is no error."""
         tensors = [tensor.contiguous() for tensor in (distributions.target_RV, distributions.draft_RV, distributions.prompt_R)]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -137,7 +124,7 @@ class DistributionStore:
 
 
 def _header(origin: dict[str, Any], *tensors: Tensor) -> dict[str, str]:
-    """Say what the numbers were computed from, and what they sum up to."""
+    """Return a file's header: what its numbers were computed from, and their checksum."""
     checksum = hashlib.sha256()
     for tensor in tensors:
         checksum.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -157,19 +144,13 @@ class SampleSize:
 class Analysis:
     """Compare schemes with their optima on the distributions of one pair of models.
 
-    Parameters
-    ----------
-    settings : AnalyzeSettings
-    store : DistributionStore, optional
-        Where distributions are kept for the next time; nowhere if not given.
-    observer : callable, optional
-        Told `(what, done, total)` while there is work.
+    Distributions are kept in the store, if there is one. The observer is called with phase, steps done and steps in total.
 
     Notes
     -----
     As in §6 of [1]: the target answers prompts, both models' distributions are taken along the answers, and acceptance is
-    averaged over positions. Deviations: errors are over prompts, as positions of one answer are alike; a random part of the
-    positions stands for all; acceptance is computed, not sampled, as far as `polydraft.lab.theory` can; the optimum of drawing
+    averaged over positions. Deviations: errors are over prompts, as positions of one answer are alike; random positions are
+    used instead of all; acceptance is computed, not sampled, where `polydraft.lab.theory` can; the optimum of drawing
     without replacement is that of drawing one after the other.
 
     References
@@ -188,7 +169,7 @@ class Analysis:
         """Of the temperatures done so far."""
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows, temperature by temperature, then by number of drafts; a scheme that cannot take as many has none."""
+        """Yield the rows by temperature, then by number of drafts; schemes that take fewer drafts are left out."""
         settings = self.settings
         for temperature in dict.fromkeys(settings.temperatures):
             distributions = self.distributions(temperature)
@@ -219,7 +200,7 @@ class Analysis:
         return advance
 
     def distributions(self, temperature: float) -> Distributions:
-        """Return the distributions at one temperature, kept ones where they are of these models, prompts and settings."""
+        """Return the distributions at one temperature, from the store if they are there."""
         origin = self._origin(temperature)
         kept = self._store.load(origin) if self._store is not None and origin is not None else None
         if kept is not None:

@@ -78,10 +78,10 @@ TOP = Drawing("top", top_optimum)
 
 
 def drawing_of(scheme: Scheme) -> Drawing | None:
-    """Return how a scheme draws, or None where that is not known.
+    """Return how a scheme draws; None if unknown.
 
-    `child_distribution` is the way of drawing, so a subclass that keeps it keeps the optimum, and one that replaces it has to
-    say by `replacement` what it draws.
+    `child_distribution` defines the way of drawing: a subclass that keeps it keeps the optimum, and one that replaces it has to
+    set `replacement`.
     """
     distribution = type(scheme).child_distribution
     if distribution is Hybrid.child_distribution:
@@ -97,21 +97,9 @@ def drawing_of(scheme: Scheme) -> Drawing | None:
 
 
 class Comparison:
-    """Compute rows of the table from distributions at one temperature.
+    """Computes rows of the table from distributions at one temperature.
 
-    Parameters
-    ----------
-    distributions : Distributions
-    temperature : float
-        For the rows.
-    device : torch.device
-        Where to compute.
-    seed : int
-        Of the sampled drawings, where acceptance is not exact.
-    paper_bound : bool
-        Compute the paper's bound too.
-    advance : callable
-        Told how many positions have been looked at once more.
+    The seed is for acceptance that is sampled. `advance` is called with the number of positions just computed.
     """
 
     def __init__(
@@ -129,7 +117,7 @@ class Comparison:
         self._optima: dict[tuple[Optimum, int], Tensor] = {}
 
     def row(self, name: str, count: int) -> Row:
-        """Measure one scheme with one number of drafts, which it must be able to take."""
+        """Return the row of a scheme with a number of drafts that it can take."""
         scheme = SCHEMES.get(name)()
         # A generator of its own makes a scheme's figures the same whichever others are asked for.
         generator = torch.Generator().manual_seed(self._seed % 2**32)
@@ -187,7 +175,7 @@ def takes(scheme: type[Scheme], count: int) -> bool:
 
 
 def work(names: tuple[str, ...], counts: tuple[int, ...], paper_bound: bool) -> int:
-    """Return how many times all positions will be looked at, for progress."""
+    """Return how often each position is computed, for progress."""
     passes: set[tuple[object, int]] = set()
     for name in names:
         scheme = SCHEMES.get(name)
@@ -202,21 +190,9 @@ def work(names: tuple[str, ...], counts: tuple[int, ...], paper_bound: bool) -> 
 
 
 def clustered_mean(values_R: Tensor, cluster_R: Tensor) -> tuple[float, float | None]:
-    """Return the mean of all values and its standard error over clusters.
+    """Return the mean of all values and its standard error over clusters, None for a single cluster.
 
-    Parameters
-    ----------
-    values_R : Tensor
-        One per position, float64.
-    cluster_R : Tensor
-        Which cluster each belongs to.
-
-    Returns
-    -------
-    mean : float
-    standard_error : float or None
-        √(C/(C − 1) Σ_c (Σ_{i∈c} (x_i − mean))²)/R, the linearised error of a mean whose clusters differ in size; None with a
-        single cluster, which tells nothing of others.
+    The error is √(C/(C − 1) Σ_c (Σ_{i∈c} (x_i − mean))²)/R: that of a mean whose clusters differ in size, linearised.
     """
     mean = float(values_R.mean())
     numbers = {name: number for number, name in enumerate(dict.fromkeys(cluster_R.tolist()))}
@@ -229,7 +205,7 @@ def clustered_mean(values_R: Tensor, cluster_R: Tensor) -> tuple[float, float | 
 
 
 def _own_optimum(scheme: Hybrid) -> Optimum:
-    """Return the optimum for as many certain drafts as this scheme takes at each position: those that are a single token."""
+    """Return the optimum for as many certain drafts as this scheme has at each position, counted there."""
 
     def optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> Tensor:
         rows = len(draft_probs_RV)

@@ -59,13 +59,7 @@ def to_csv(rows: Sequence[Row], *, paper_bound: bool) -> str:
 
 
 def figures(sweep: Sweep, rows: Sequence[Row]) -> dict[str, str]:
-    """Draw one figure for each value of what does not vary.
-
-    Returns
-    -------
-    dict
-        Name of a file to its content.
-    """
+    """Draw one figure for each value of what does not vary; return their contents by file name."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(sweep.other(row), []).append(row)

@@ -42,7 +42,7 @@ def plain(spec: MethodSpec, bench: Bench) -> Method:
 
 @METHODS.register("auto")
 def by_default(spec: MethodSpec, bench: Bench) -> Method:
-    """Decode as `polydraft.load` does where nothing is asked for, with the benchmark's draft if it has one."""
+    """Decode as `polydraft.load` does by default, with the benchmark's draft if it has one."""
     spec.take_nothing()
     return _measured(spec, bench, default_decoder(bench.target, bench.draft, bench.target_name))
 
@@ -78,7 +78,7 @@ def target_init(spec: MethodSpec, bench: Bench) -> Method:
 
 
 def _options(spec: MethodSpec, bench: Bench, *others: str, skip: tuple[str, ...] = (), **fixed: Any) -> LoadOptions:
-    """Read the options behind a method, except those that its name determines; n-grams have their own too."""
+    """Read the options of a method, except those that its name fixes, with those of n-grams if it has any."""
     values = spec.read(method_options(grams="drafter" in fixed, skip=(*skip, *fixed)), *others)
     if needs_draft(fixed.get("drafter", AUTO)):
         bench.draft_for(spec)
@@ -194,7 +194,7 @@ def _beam_options(spec: MethodSpec, mode: str, with_draft: bool) -> dict[str, An
 
 
 def _decoded(spec: MethodSpec, bench: Bench, options: LoadOptions, target: LanguageModel | None = None) -> Method:
-    """Decode as the options say, on the benchmark's target unless another is given."""
+    """Decode with these options, on the benchmark's target or another one."""
     with spec.named_in_errors():
         decoder = make_decoder(options, bench.target, bench.draft if needs_draft(options.drafter) else None)
     topology = options.shape[1]

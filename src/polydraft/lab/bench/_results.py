@@ -26,17 +26,9 @@ def summarise(
     likeness: dict[tuple[str, str], str] | None,
     energy: Sequence[EnergyBlock] = (),
 ) -> dict[str, Any]:
-    """Return the `methods` part of the results.
+    """Return the `methods` part of the results, in the order of `methods`.
 
-    Parameters
-    ----------
-    measurements : iterable of Measurement
-    methods : sequence of str
-        In the order of the report.
-    likeness : dict, optional
-        At temperature 0: (method, prompt) to `Likeness`.
-    energy : sequence of EnergyBlock
-        Where it was read.
+    `likeness` maps a method and a prompt to a `Likeness`; it is None above temperature 0.
     """
     by_method: dict[str, list[Measurement]] = defaultdict(list)
     for measurement in measurements:
@@ -52,7 +44,7 @@ def summarise(
 
 
 def _energy(blocks: Sequence[EnergyBlock]) -> dict[str, float | None]:
-    """Return joules per token over all blocks, and those of the thriftiest and the costliest block."""
+    """Return joules per token over all blocks, with the lowest and the highest of a block."""
     each = [block.joules / block.tokens for block in blocks if block.tokens]
     if not each:
         return _bounded("joules_per_token")
@@ -149,14 +141,7 @@ def _bounded(name: str, value: object = None, low: object = None, high: object =
 
 
 def _ratio(name: str, counts: Iterable[tuple[str, float | None, float]]) -> dict[str, Any]:
-    """Return a ratio of two sums and its 95 % interval, resampling prompts.
-
-    Parameters
-    ----------
-    name : str
-    counts : iterable of (prompt, numerator, denominator)
-        Without a numerator where nothing is known.
-    """
+    """Return a ratio of two sums over prompts and its 95 % interval, resampling prompts; numerators may be None."""
     known = [(prompt, (above, below)) for prompt, above, below in counts if above is not None]
     (bounded,) = _ratios(known, 1) if known else [None]
     return _bounded(name) if bounded is None else _bounded(name, *bounded)
@@ -165,9 +150,9 @@ def _ratio(name: str, counts: Iterable[tuple[str, float | None, float]]) -> dict
 def _ratios(
     counts: Sequence[tuple[str, Sequence[float]]], number: int
 ) -> list[tuple[float, float | None, float | None] | None]:
-    """Return ratios with their 95 % intervals, resampling prompts: numerators come first, then as many denominators.
+    """Return ratios with their 95 % intervals, resampling prompts: first all numerators, then all denominators.
 
-    None stands for what was never counted. Few prompts have no interval.
+    A ratio whose denominators are all 0 is None. Few prompts have no interval.
     """
     sums: dict[str, NDArray[Any]] = {}
     for prompt, row in counts:
@@ -185,10 +170,7 @@ def _ratios(
 
 
 def _speed(prompts: dict[str, _Prompt], baseline: dict[str, _Prompt]) -> dict[str, float | None]:
-    """Return tokens per second, and the speed-up over the baseline, resampling prompts in pairs, with 95 % intervals.
-
-    Few prompts have no interval.
-    """
+    """Return tokens per second and the speed-up over the baseline, with 95 % intervals; few prompts have none."""
     rate = _ratio("tokens_per_second", ((key, one.tokens, one.seconds) for key, one in prompts.items()))
     shared = sorted(prompts.keys() & baseline.keys())
     if not shared:
@@ -202,7 +184,7 @@ def _speed(prompts: dict[str, _Prompt], baseline: dict[str, _Prompt]) -> dict[st
 
 
 def _acceptance(good: list[Measurement]) -> dict[str, Any]:
-    """Return tokens per pass and both kinds of α; the accepted share is over the lengths of the longest drafted paths."""
+    """Return tokens per pass and both kinds of α; `accepted_share` is relative to the longest drafted paths."""
     passes = [(one.prompt, len(one.token_ids), max(one.passes) + 1) for one in good if one.passes]
     told = [(one.prompt, one.stats) for one in good if one.stats]
     return {
@@ -240,7 +222,7 @@ def _winners(good: list[Measurement]) -> list[dict[str, Any]]:
 
 
 def _replayed(good: list[Measurement]) -> float | None:
-    """Return the share of rounds that ran as captured graphs: speeds of methods are alike where these are."""
+    """Return the share of rounds that were replayed from captures; compare speeds only where these shares are alike."""
     told = [one.stats for one in good if one.stats and one.stats.get("rounds")]
     return sum(one.get("replayed_rounds", 0) for one in told) / sum(one["rounds"] for one in told) if told else None
 

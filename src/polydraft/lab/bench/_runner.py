@@ -50,13 +50,13 @@ class Measurement:
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """What tells measurements apart."""
+        """Method, prompt and repeat, which identify it."""
         return self.method, self.prompt, self.repeat
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyBlock:
-    """What some seconds of one method cost: energy counters are too coarse for single texts."""
+    """The energy of one method over some seconds; energy counters are too coarse for single texts."""
 
     method: str
     block: int
@@ -74,7 +74,7 @@ def read_measurements(path: Path) -> Iterator[Measurement]:
 
 
 def _records(path: Path, kind: type[Record]) -> Iterator[Record]:
-    """Read a file of JSON lines; a line cut off by a kill is left out, and so are fields of older versions."""
+    """Read a file of JSON lines, without lines that a kill cut off and fields that no longer exist."""
     known = kind.__dataclass_fields__
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -84,15 +84,9 @@ def _records(path: Path, kind: type[Record]) -> Iterator[Record]:
 
 
 class Journal:
-    """Measurements on disk, one JSON line each, appended as they are made: what a killed run leaves is whole lines.
+    """Measurements on disk, one JSON line each, written at once, so that a killed run leaves whole lines.
 
-    Parameters
-    ----------
-    folder : Path
-    settings : dict
-        What the run was asked for; a journal goes on only with the same.
-    resume : bool
-        Go on with what is there, instead of refusing to touch it.
+    To resume, the settings must be the same; otherwise a folder that holds a benchmark is refused.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], resume: bool) -> None:
@@ -136,11 +130,11 @@ def _append(path: Path, text: str) -> None:
 
 
 class Runner:
-    """Run every method on every prompt, `repeat` times, and write each measurement down at once.
+    """Runs every method on every prompt, `repeat` times, and writes each measurement at once.
 
-    Within a prompt the arms follow each other directly, in an order that turns from prompt to prompt, so that a slow
-    minute of a shared machine hits all of them alike. With a batch above 1, methods that can decode so many texts side by
-    side do, one method after the other: that is for counting what is accepted, not for timing.
+    For each prompt the methods run one after the other, starting with another one each time, so that a slow minute of a shared
+    machine affects all alike. With a batch above 1, methods that can decode several texts at a time do so, one method after the
+    other: that is for counting acceptance, not for timing.
     """
 
     def __init__(
@@ -170,7 +164,7 @@ class Runner:
         return len(self.methods) * len(self.prompts) * self.repeat
 
     def run(self, journal: Journal, progress: Callable[[Measurement | None], None]) -> None:
-        """Measure what the journal does not hold yet; `progress` hears of every measurement, old ones as None."""
+        """Measure what the journal does not hold yet; call `progress` with every measurement, or None for one that is there."""
         done = {measurement.key: measurement for measurement in journal}
         failed = {measurement.method for measurement in done.values() if measurement.error}
         warm: set[str] = set()
@@ -193,7 +187,7 @@ class Runner:
         self._measure_energy(journal, failed, warm)
 
     def _measure_energy(self, journal: Journal, failed: set[str], warm: set[str]) -> None:
-        """Read the energy of every method over blocks of seconds, the methods taking turns."""
+        """Read the energy of every method over blocks of some seconds, in turns."""
         meter = self._energy
         if meter is None or not self._energy_seconds or meter.joules() is None:
             return
@@ -212,7 +206,7 @@ class Runner:
                 failed.add(method.name)
 
     def _energy_block(self, method: Method, block: int, meter: EnergyMeter) -> EnergyBlock:
-        """Decode all prompts, again and again, until enough time has passed."""
+        """Decode all prompts repeatedly until enough time has passed."""
         before, start, tokens = meter.joules(), synchronised_clock(self._device), 0
         for number in itertools.count():
             _, token_ids = self.prompts[number % len(self.prompts)]
@@ -247,7 +241,7 @@ class Runner:
                     progress(found[number] if number < len(found) else None)
 
     def _measure_batch(self, method: Method, pairs: Sequence[tuple[Prompt, list[int]]], repeat: int) -> list[Measurement]:
-        """Decode some prompts side by side; the first one's measurement holds the time of all."""
+        """Decode some prompts at a time; the first measurement holds the time of all."""
         if method.generate_batch is None:
             return [self._measure(method, *pair, repeat) for pair in pairs]
         start = synchronised_clock(self._device)

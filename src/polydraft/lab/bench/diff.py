@@ -40,25 +40,15 @@ _COUNTED = {Verdict.BETTER, Verdict.WORSE, Verdict.ADDED, Verdict.REMOVED, Verdi
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """One figure, setting or method, before and after.
-
-    Parameters
-    ----------
-    method : str
-        Empty for a warning about the two runs as a whole.
-    category : str
-        Empty for all prompts.
-    what : str
-        The figure or setting.
-    before, after : str
-        As a reader sees them; a dash where there is none.
-    verdict : Verdict
-    """
+    """One figure, setting or method, before and after."""
 
     method: str = ""
+    """Empty for a warning about the runs as a whole."""
     category: str = ""
+    """Empty for all prompts."""
     what: str
     before: str
+    """As text, with a dash for a missing value; so is `after`."""
     after: str
     verdict: Verdict
 
@@ -69,18 +59,7 @@ class Change:
 
 
 def load_results(path: Path) -> dict[str, Any]:
-    """Read `results.json`.
-
-    Parameters
-    ----------
-    path : Path
-        The file, or the folder that `polydraft bench --out` wrote.
-
-    Raises
-    ------
-    UsageError
-        Where there is no such file, or it holds something else.
-    """
+    """Read `results.json`, given the file or its folder."""
     file = path / "results.json" if path.is_dir() else path
     try:
         results = json.loads(file.read_text(encoding="utf-8"))
@@ -100,21 +79,11 @@ def load_results(path: Path) -> dict[str, Any]:
 
 
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
-    """Compare two results.
+    """Compare two results: warnings first, then methods in the order of `before`, new ones last.
 
-    A speed-up changed when the two 95 % intervals do not overlap. That is stricter than a test at 5 %: with equal intervals it
-    asks for 2.8 standard errors of the difference. Tokens per pass and acceptance change beyond fixed thresholds. Whatever
-    concerns identity with plain decoding is always reported.
-
-    Parameters
-    ----------
-    before, after : dict
-        What `results.json` holds.
-
-    Returns
-    -------
-    list of Change
-        Warnings first; then methods in the order of `before`, new ones last.
+    A speed-up changed if the two 95 % intervals do not overlap. That is stricter than a test at 5 %: with equal intervals it
+    takes 2.8 standard errors of the difference. Tokens per pass and acceptance change beyond fixed thresholds. Differences from
+    plain decoding are always reported.
     """
     old, new = before["methods"], after["methods"]
     changes = [*_surroundings(before, after), *_baseline(old, new)]
@@ -138,7 +107,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _surroundings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
-    """Differences that make the figures hard to compare."""
+    """Yield differences that make the figures hard to compare."""
     for part in ("settings", "machine", "versions"):
         old, new = _flat(before.get(part) or {}), _flat(after.get(part) or {})
         for key in [*old, *(key for key in new if key not in old)]:
@@ -152,7 +121,7 @@ def _plain(value: object) -> str:
 
 
 def _baseline(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    """Warn where speed-ups are over baselines of different speed."""
+    """Warn if the baselines of the speed-ups differ in speed."""
     pair = [finite((methods.get(BASELINE) or {}).get("tokens_per_second")) for methods in (old, new)]
     if pair[0] and pair[1] and abs(pair[1] / pair[0] - 1) > BASELINE_SHARE:
         told = {"before": f"{pair[0]:.1f}", "after": f"{pair[1]:.1f}"}
@@ -173,7 +142,7 @@ def _method(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterat
 
 
 def _identity(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    """Differences from plain decoding: reported when they change, and as long as there are any."""
+    """Report differences from plain decoding if they changed, or if there still are any."""
     counts = [[finite(side.get(key)) for key in ("near_tie_differences", "differences")] for side in (old, new)]
     told = {"before": _identity_text(old), "after": _identity_text(new)}
     if counts[0] != counts[1]:
@@ -231,14 +200,9 @@ def _speedup_verdict(old: Mapping[str, Any], new: Mapping[str, Any]) -> Verdict:
 
 
 def format_diff(changes: Sequence[Change], *, everything: bool = False) -> str:
-    """Write changes as plain text: warnings, a table, one line that sums up.
+    """Return changes as plain text: warnings, a table, and a summary.
 
-    Parameters
-    ----------
-    changes : sequence of Change
-        From `compare`.
-    everything : bool
-        Also show what is within noise; otherwise only each method's overall speed-up is shown when it is.
+    Figures within noise are left out unless `everything` is set, but each method's overall speed-up is always shown.
     """
     warnings = [change for change in changes if change.verdict is Verdict.WARNING]
     figures = [change for change in changes if change.verdict is not Verdict.WARNING]

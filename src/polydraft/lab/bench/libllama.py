@@ -1,10 +1,10 @@
 """llama.cpp as a shared library, called through its C functions: your own build, or the one in the wheel `xllamacpp`.
 
-Its structures of parameters change from version to version, and none of their layouts is known here. They come from llama.cpp's
-own functions and go back to them as blocks of bytes that are larger than any of them. A structure of more than two words is
-returned through a pointer, and passed through one (AAPCS64 on Arm) or behind all other arguments (System V on x86-64), so that
-the callee takes as many bytes as it knows of. One number is written into them, the size of the context; the context is then
-asked whether it has arrived.
+Its parameter structures change from version to version, and we do not rely on their layout. llama.cpp's own functions return
+them and take them back, as blocks of bytes that are larger than any of them. A structure of more than two words is returned
+through a pointer, and passed through one (AAPCS64 on Arm) or behind all other arguments (System V on x86-64), so the callee
+takes as many bytes as it needs. We write one number into them, the size of the context, and then ask the context whether it
+arrived.
 """
 
 import ctypes
@@ -31,13 +31,13 @@ SEEDS = 2**32 - 1
 
 
 class _Block(ctypes.Structure):
-    """Room for a structure of any version."""
+    """A block of bytes that holds a structure of any version."""
 
     _fields_ = (("words", c_uint64 * 128),)
 
 
 class _Batch(ctypes.Structure):
-    """Tokens of one pass, as laid out since 2024; `_ask_for_all` sees whether they still are."""
+    """Tokens of one pass, as laid out since 2024; `_ask_for_all` checks that."""
 
     _fields_ = (
         ("count", c_int32), ("tokens", c_void_p), ("embeddings", c_void_p), ("positions", c_void_p),
@@ -131,18 +131,9 @@ def _opened(file: Path) -> ctypes.CDLL:
 
 
 class LlamaCpp:
-    """A model and the memory of one text.
+    """A model with a context for one text, in the library that `find_build` or `find_wheel` returned.
 
-    Parameters
-    ----------
-    file : Path
-        The library: `find_build` or `find_wheel`.
-    weights : Path
-        A GGUF file.
-    capacity : int
-        Tokens of the longest text.
-    threads : int
-        For prompts too: by itself it takes every core.
+    The threads are used for prompts too, for which llama.cpp would take every core.
     """
 
     def __init__(self, file: Path, weights: Path, *, capacity: int, threads: int) -> None:
@@ -174,7 +165,7 @@ class LlamaCpp:
         assert self._library.llama_memory_seq_rm(self._memory, 0, length, -1)
 
     def read(self, tokens: Sequence[int], *, every_output: bool = False) -> None:
-        """Pass tokens through the model, behind those before; compute the last one's logits, or all of them in one pass."""
+        """Pass tokens through the model after those before; compute the last one's logits, or all of them in one pass."""
         assert not every_output or len(tokens) <= self._most
         for start in range(0, len(tokens), self._most):
             part = tokens[start : start + self._most]
@@ -189,7 +180,7 @@ class LlamaCpp:
         assert not every_output or all(self._library.llama_get_logits_ith(self._context, i) for i in range(len(tokens)))
 
     def generate(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Iterator[int]:
-        """Yield the tokens of a new text without end, each after a pass of its own."""
+        """Yield the tokens of a new text, without end, one per pass."""
         self.reset()
         sampler = self._sampler(params, seed)
         try:
@@ -202,7 +193,7 @@ class LlamaCpp:
             self._library.llama_sampler_free(sampler)
 
     def _sampler(self, params: SamplingParams, seed: int) -> Any:
-        """Return a chain of its own samplers with a distribution of ours."""
+        """Return a chain of its own samplers for our distribution."""
         library = self._library
         chain = library.llama_sampler_chain_init(library.llama_sampler_chain_default_params())
         if params.temperature == 0:

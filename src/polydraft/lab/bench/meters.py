@@ -19,7 +19,7 @@ _POWERCAP = Path("/sys/class/powercap")
 
 
 def synchronised_clock(device: torch.device) -> float:
-    """Return the time once all work queued on `device` is done."""
+    """Return the time after all work queued on `device` is done."""
     wait_for(device)
     return time.perf_counter()
 
@@ -53,7 +53,7 @@ class MemoryMeter:
 
 
 def machine(device: torch.device) -> dict[str, Any]:
-    """Describe the machine, for results."""
+    """Return a description of the machine, for results."""
     pages = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else None
     return {
         "cpu": cpu_name(),
@@ -112,7 +112,7 @@ class EnergyMeter:
 
 
 class _RaplCounter:
-    """One CPU package; its counter wraps around, and this class undoes that."""
+    """One CPU package; its counter wraps around, which `joules` corrects."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -130,7 +130,7 @@ class _RaplCounter:
 
 
 class _NvmlCounter:
-    """One GPU, by NVIDIA's own library, which comes with the driver; no Python package is needed."""
+    """One GPU, through NVIDIA's own library, which comes with the driver."""
 
     def __init__(self, device: torch.device) -> None:
         self._library = ctypes.CDLL(ctypes.util.find_library("nvidia-ml") or "libnvidia-ml.so.1")

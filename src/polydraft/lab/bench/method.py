@@ -1,4 +1,4 @@
-"""What the harness knows of a way to generate: a name, parameters, and a function that yields tokens with provenance."""
+"""What the harness knows about a method: a name, parameters, and a function that yields tokens with their sources."""
 
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -75,7 +75,7 @@ class Method:
 class MethodSpec:
     """A method as the user writes it: ``name``, ``name:argument``, each with ``,option=value`` behind.
 
-    Every method takes ``,arm=NAME``, which means nothing but makes it another one: what is listed again is measured again.
+    Every method takes ``,arm=NAME``, which only gives it another name, so that it can be measured twice.
     """
 
     text: str
@@ -106,7 +106,7 @@ class MethodSpec:
         return self.options
 
     def read(self, options: Iterable[Option], *others: str) -> dict[str, Any]:
-        """Return the values of those `options` that are given, by field; refuse what is neither one of them nor of `others`."""
+        """Return the values of the given `options`, by field; refuse anything that is neither one of them nor in `others`."""
         known = {option.short: option for option in options}
         given = self.take(*known, *others)
         with self.named_in_errors():
@@ -114,7 +114,7 @@ class MethodSpec:
 
     @contextmanager
     def named_in_errors(self) -> Iterator[None]:
-        """Say of a wrong value which method it is of."""
+        """Name the method in errors about its values."""
         try:
             yield
         except UsageError as error:
@@ -127,7 +127,7 @@ class MethodSpec:
             raise UsageError(f"method {self.text!r} takes no argument; write {self.name}")
 
     def count(self, *, default: int) -> int:
-        """Return the argument as a whole number from 1 on; `default` where there is none."""
+        """Return the argument as a positive whole number, or the default if there is none."""
         if not self.argument:
             return default
         if not self.argument.isascii() or not self.argument.isdigit() or int(self.argument) < 1:
@@ -148,7 +148,7 @@ def _maker(name: str) -> Callable[[MethodSpec, Bench], Method]:
 
 
 def build_methods(texts: list[str], bench: Bench) -> list[Method]:
-    """Make the methods that the user asked for, in that order, each once."""
+    """Make the methods that the user named, in that order, each once."""
     return [_maker(spec.name)(spec, bench) for spec in map(MethodSpec.parse, dict.fromkeys(texts))]
 
 

@@ -1,4 +1,4 @@
-"""A paper measured again: its runs one after the other, each in a folder of its own, and its tables at the end."""
+"""Paper reproductions: one run after the other, each in its own folder, and tables at the end."""
 
 import dataclasses
 import json
@@ -35,20 +35,10 @@ RunBench = Callable[[BenchSession, Path], dict[str, Any]]
 
 
 class Reproduction:
-    """Measure a paper's tables and figures again.
+    """Measures a paper's tables and figures again, at one of the `SIZES`.
 
-    Parameters
-    ----------
-    name : str
-        Of the paper.
-    size : str
-        One of `SIZES`: how many prompts and tokens.
-    options : mapping
-        Fields of `BenchOptions`, all of them.
-    given : collection of str
-        Those that the user chose, which go before the size's.
-    models : Models
-        Shared with other papers.
+    The options are all fields of `BenchOptions`; those in `given` were chosen by the user and override the size. The models are
+    shared with other papers.
     """
 
     def __init__(self, name: str, size: str, options: Mapping[str, Any], given: Collection[str], models: Models) -> None:
@@ -69,9 +59,9 @@ class Reproduction:
             check_folder(out / run.name, resume=resume)
 
     def run(self, out: Path, run_bench: RunBench, *, untimed: bool) -> dict[str, dict[str, Any]]:
-        """Make all runs, without the timed ones if asked for, and return the results of the benchmarks among them.
+        """Make all runs, or only the untimed ones, and return the results of the benchmarks among them.
 
-        Finished ones are not made again; other benchmarks go on where they were interrupted.
+        Finished runs are kept; interrupted benchmarks continue.
         """
         found: dict[str, dict[str, Any]] = {}
         kept = Results()
@@ -89,7 +79,7 @@ class Reproduction:
         return found
 
     def _is_left_out(self, run: Run | DistributionRun) -> bool:
-        """Whether a run has models of its own, and they are not there, or the user has named others."""
+        """Whether a run has its own models and they are missing, or the user has named others."""
         if not isinstance(run, Run) or not _MODELS & run.settings.keys():
             return False
         if _MODELS & self._given:
@@ -122,14 +112,14 @@ class Reproduction:
         return BenchOptions(**{**self._options, **chosen, **fixed})
 
     def _methods(self, run: Run) -> tuple[str, ...]:
-        """Return the methods of a run, without those that need a decision model that does not ship with the draft."""
+        """Return the methods of a run, except those whose decision model does not ship with the draft."""
         draft = default_draft(self._options["target"]) if self._options["draft"] == AUTO else self._options["draft"]
         left_out = set() if self.size.whole else {*run.more} - {*run.methods}
         wanted = {one: MethodSpec.parse(one).options.get("decision") for one in run.arms if one not in left_out}
         return tuple(one for one, kind in wanted.items() if kind is None or shipped_decision(draft, kind) is not None)
 
     def _source(self, run: Run | DistributionRun) -> str:
-        """Return the file of a run's prompts, or the one source that the user gave for all."""
+        """Return the file of a run's prompts, or the one source that the user gave."""
         source = str(self._options["source"])
         if not Path(source).is_dir():
             return source
@@ -140,7 +130,7 @@ class Reproduction:
         return str(file)
 
     def _distributions(self, run: DistributionRun, out: Path) -> dict[str, Any] | None:
-        """Compute the rows of an analysis, or read them where they are there; None in shards that leave them to the first."""
+        """Compute the rows of an analysis, or read them; None in all shards but the first, which computes them."""
         shard = self._options["shard"]
         if shard is not None and Shard.parse(shard).index > 1:
             return None
@@ -182,7 +172,7 @@ class Reproduction:
 
 
 def _finished(options: BenchOptions, folder: Path) -> dict[str, Any] | None:
-    """Return the results of a benchmark that was made with these very options; None where there is none, or a part of one."""
+    """Return the results of a complete benchmark with exactly these options; None if there is none."""
     if not (folder / "results.json").exists():
         return None
     asked, before = json.loads(json.dumps(dataclasses.asdict(options))), read_settings(folder / "settings.json")
@@ -206,7 +196,7 @@ def write_tables(name: str, kept: Results, out: Path) -> None:
 
 
 def merge_reproduction(name: str, out: Path, folders: Sequence[Path], command: list[str]) -> dict[str, dict[str, Any]]:
-    """Join the shards of a reproduction, as far as they were made, and return the results of its benchmarks."""
+    """Join the shards of a reproduction, as many as there are, and return the results of its benchmarks."""
     found: dict[str, dict[str, Any]] = {}
     kept = Results()
     for run in PAPERS.get(name).runs:

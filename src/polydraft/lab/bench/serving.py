@@ -159,13 +159,7 @@ def _read(response: http.client.HTTPResponse, sample: Sample, start: float) -> N
 def run_load(options: ServingLoad, prompts: Sequence[Asked], done: Callable[[str, int], None]) -> list[dict[str, Any]]:
     """Measure all arms, one after the other, with the same prompts and arrivals; return a summary of each.
 
-    Parameters
-    ----------
-    options : ServingLoad
-    prompts : sequence of str or messages
-        Asked in turn.
-    done : callable
-        Told arm and number of each answer that is complete.
+    `done` is called with the arm and its number of complete answers.
     """
     from polydraft.lab.bench.serving_peers import command_of, running
 

@@ -26,17 +26,9 @@ _BELOW = ("", "bin", "build/bin")
 
 
 def command_of(peer: str, model: str, slots: int, port: int) -> list[str]:
-    """Return the command that starts a peer's server.
+    """Return the command that starts a peer's server for `slots` texts at a time.
 
-    Parameters
-    ----------
-    peer : str
-        One of `PEERS`.
-    model : str
-        A folder in Hugging Face format, a GGUF file for llama.cpp, or the bundled model's name.
-    slots : int
-        Texts at the same time.
-    port : int
+    The model is a folder in Hugging Face format, a GGUF file for llama.cpp, or the bundled model's name.
     """
     if peer == TRANSFORMERS:
         folder = bundled_folder() if model == BUNDLED else Path(model)
@@ -67,7 +59,7 @@ def _llama_server() -> Path:
 
 @contextmanager
 def running(peer: str, model: str, slots: int) -> Iterator[tuple[str, str | None]]:
-    """Start a peer's server, give its address once it answers, with the model to ask for if it lists none, and stop it."""
+    """Run a peer's server; yield its address and, if it lists no model, the one to ask for."""
     with socket.create_server((_HOST, 0)) as listening:
         port = listening.getsockname()[1]
     command = command_of(peer, model, slots, port)
@@ -78,7 +70,7 @@ def running(peer: str, model: str, slots: int) -> Iterator[tuple[str, str | None
 
 @contextmanager
 def started(command: list[str], name: str, ready: Callable[[], bool]) -> Iterator[None]:
-    """Run a program until the block ends; the block starts when the program is ready."""
+    """Run a program until the block ends, which begins once the program is ready."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:

@@ -56,14 +56,7 @@ class Models:
 
 
 class BenchSession:
-    """Load models and prompts, then measure.
-
-    Parameters
-    ----------
-    options : BenchOptions
-    models : Models, optional
-        Shared with other sessions.
-    """
+    """Loads models, which may be shared with other sessions, and prompts; then measures."""
 
     def __init__(self, options: BenchOptions, models: Models | None = None) -> None:
         self.options = options
@@ -221,7 +214,7 @@ class BenchSession:
 
 
 def _check_room(longest: int, new: int, positions: int | None) -> None:
-    """Refuse texts longer than the context: our engine stops there, peers go on, and texts would seem to differ."""
+    """Refuse texts longer than the context: we stop there, peers continue, and the texts would differ."""
     if positions is not None and longest + new > positions:
         raise UsageError(
             f"max_new_tokens={new} does not fit after the longest prompt of {longest} tokens in the model's context of "
@@ -230,10 +223,10 @@ def _check_room(longest: int, new: int, positions: int | None) -> None:
 
 
 def is_exact_match(text: str, answers: Sequence[str]) -> bool:
-    """Return whether a text is one of the answers.
+    """Return whether a text is one of the answers, as SQuAD, TriviaQA, Spider and GSM8K count it.
 
-    Where all answers are numbers, the last number of the text counts, as the solutions of GSM8K end with it. Otherwise the
-    whole text does, without case, punctuation and articles, as in the evaluation script of SQuAD.
+    If all answers are numbers, the last number of the text counts, since GSM8K's solutions end with it. Otherwise the whole
+    text counts, without case, punctuation and articles, as in SQuAD's evaluation script.
     """
     if all(_NUMBER.fullmatch(answer) for answer in answers):
         found = _NUMBER.findall(text)

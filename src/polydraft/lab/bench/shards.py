@@ -20,9 +20,9 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class Shard:
-    """Every `count`-th item, from the `index`-th on, counted from 1.
+    """Every `count`-th item, starting with the `index`-th, counted from 1.
 
-    Taking turns, not runs: prompts of one category stand together in many files, and every shard gets its share of them.
+    Prompts of one category are next to each other in many files, so every shard gets its share of them.
     """
 
     index: int
@@ -42,13 +42,7 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def select(self, items: Sequence[Item]) -> list[Item]:
-        """Return this shard's items.
-
-        Raises
-        ------
-        UsageError
-            If there are fewer items than shards, so that this one would measure nothing.
-        """
+        """Return this shard's items, refusing to measure nothing."""
         chosen = list(items[self.index - 1 :: self.count])
         if not chosen:
             raise UsageError(f"shard {self} is empty: {len(items)} prompts are selected; use {len(items)} shards at most")
@@ -72,13 +66,7 @@ class Part:
 
     @classmethod
     def read(cls, folder: Path) -> "Part":
-        """Read a finished shard.
-
-        Raises
-        ------
-        UsageError
-            If the folder holds something else, or a shard that was interrupted.
-        """
+        """Read a finished shard."""
         try:
             settings = read_settings(folder / "settings.json")
             measurements = list(read_measurements(folder / "runs.jsonl"))
@@ -107,26 +95,10 @@ class Part:
 
 
 def merge_shards(out: Path, folders: Sequence[Path], command: list[str]) -> dict[str, Any]:
-    """Join shards into one benchmark.
+    """Join all shards of one benchmark into a new folder, without loading a model, and return the results.
 
-    Parameters
-    ----------
-    out : Path
-        A new folder: gets `runs.jsonl`, `results.json` and `report.html`.
-    folders : sequence of Path
-        One for each shard, in any order.
-    command : list of str
-        Is written into the results.
-
-    Returns
-    -------
-    dict
-        The results. No model is loaded: figures come from the journals, verdicts on greedy texts from the shards' results.
-
-    Raises
-    ------
-    UsageError
-        If the folders are not all shards of one benchmark, begun with equal settings on equal machines.
+    Figures come from the journals, verdicts on greedy texts from the shards' results. The shards, in any order, must have been
+    started with the same settings on equal machines.
     """
     parts = sorted((Part.read(folder) for folder in folders), key=lambda part: part.shard.index)
     _check(parts)
@@ -198,7 +170,7 @@ def _shared_settings(part: Part) -> dict[str, Any]:
 
 
 def _revisions(parts: Iterable[Part]) -> str | None:
-    """Return the revision; several where somebody committed while shards ran."""
+    """Return the revision; several, joined by ``+``, if the checkout changed between shards."""
     found = dict.fromkeys(part.results["git_revision"] for part in parts if part.results["git_revision"])
     return "+".join(found) or None
 
@@ -212,7 +184,7 @@ def _prompts(parts: Sequence[Part], measurements: Iterable[Measurement]) -> dict
 
 
 def _likeness(parts: Sequence[Part]) -> dict[tuple[str, str], str] | None:
-    """Return how greedy texts compare with the baseline's, as each shard found; None above temperature 0."""
+    """Return how greedy texts compare with the baseline's, by the shards' results; None above temperature 0."""
     if parts[0].settings["temperature"] > 0:
         return None
     return dict(pair for part in parts for pair in _likeness_in(part))
@@ -228,7 +200,7 @@ def _likeness_in(part: Part) -> Iterator[tuple[tuple[str, str], str]]:
 
 
 def _samples(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Return the first prompt of each category among all shards: the first of that category in its own shard."""
+    """Return the first prompt of each category over all shards, which is the first of that category in its shard."""
     earliest: dict[str, tuple[int, Part]] = {}
     for part in parts:
         places = part.places

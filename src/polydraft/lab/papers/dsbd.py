@@ -92,7 +92,7 @@ def _row(name: str, results: Results, method: str) -> list[str]:
 
 def _points(results: Results, names: dict[str, str], key: str, sign: int = 1) -> list[tuple[str, float, float]]:
     """Return label, cost and likelihood of methods that have both."""
-    found = []
+    found: list[tuple[str, float, float]] = []
     for label, method in names.items():
         x, y = results.figure(_SPEED, method, key), results.figure(_QUALITY, method, "log_likelihood_per_token")
         if x is not None and y is not None:

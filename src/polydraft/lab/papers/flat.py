@@ -14,14 +14,7 @@ from polydraft.trees import Block, Topology, causal_block
 
 
 class FlatModel(LanguageModel):
-    """A target that scores a tree as a batch of sequences.
-
-    Parameters
-    ----------
-    model : HFModel
-    topology : Topology
-        The tree that the drafter grows; trees of other shapes are refused.
-    """
+    """A target that scores a tree of the given shape, and no other, as a batch of sequences."""
 
     graph_obstacle = "every candidate gets a cache of its own in each round"
 
@@ -90,7 +83,7 @@ class FlatContext(Context):
 
     @property
     def divisible(self) -> bool:
-        """Rows read together, through the committed text's own context."""
+        """Rows share the committed text's context."""
         return False
 
     def _grow(self, capacity: int) -> None:

@@ -1,6 +1,6 @@
-"""What was measured, kept small, and written into a paper's page: tables between marks, and drawings beside it.
+"""Keeps the few figures that tables need, and writes tables and drawings into a paper's page.
 
-A page is written by hand, but for what stands between `<!-- KEY -->` and `<!-- end -->`: that is the comparison of that key.
+A page is written by hand, except between `<!-- KEY -->` and `<!-- end -->`, where the comparison of that key goes.
 """
 
 import json
@@ -37,7 +37,7 @@ _INTERVALS = "In brackets: 95 % intervals over prompts."
 
 
 def keep(results: Mapping[str, Any], *, timed: bool) -> dict[str, Any]:
-    """Return the few figures of a `results.json` that tables need, rounded; times only where they count."""
+    """Return the few figures of a `results.json` that tables need, rounded; times only of timed runs."""
     settings, machine = results["settings"], results["machine"]
     categories = len(settings["prompts"]["categories"]) > 1
     keys = (*_KEPT, *(_KEPT_OF_TIME if timed else ()))
@@ -104,12 +104,12 @@ def drawings(paper: Paper, results: Results) -> list[Drawing]:
 
 
 def measured(comparison: Comparison) -> list[Sequence[str]]:
-    """Return the rows that are complete or have at least one figure of ours; the first column is a label."""
+    """Return the rows that are complete or have at least one figure; the first column is a label."""
     return [row for row in comparison.ours if "–" not in " ".join(row) or any(re.search(r"\d\.\d", cell) for cell in row[1:])]
 
 
 def section(comparison: Comparison, results: Results, drawn_in: str = "") -> list[str]:
-    """Write a comparison in Markdown, ours and the paper's in separate tables; if nothing was measured, say only that."""
+    """Write a comparison in Markdown, ours and the published figures in separate tables, or that nothing was measured."""
     lines = ["**Ours**: not measured yet."]
     if rows := measured(comparison):
         lines = [f"**Ours** ({results.about(*comparison.runs)})", "", *table(comparison.columns, rows)]
@@ -140,13 +140,7 @@ def reproduction(paper: Paper, results: Results) -> str:
 
 
 def filled(page: str, sections: Mapping[str, Sequence[str]]) -> str:
-    """Return a page with these lines between its marks.
-
-    Raises
-    ------
-    ValueError
-        If a mark is missing, or one is there that nothing belongs to.
-    """
+    """Return a page with these lines between its marks; ValueError if marks and sections do not match."""
     marks = re.findall(r"<!-- ([a-z0-9-]+) -->\n", page)
     marks = [mark for mark in marks if mark != "end"]
     if sorted(marks) != sorted(sections):
@@ -169,7 +163,7 @@ def claims(paper: Paper, results: Results) -> list[str]:
 
 
 def all_claims(papers: Mapping[str, tuple[Paper, Results]]) -> list[str]:
-    """Count the claims of each paper by what was found, and write down those that do not hold."""
+    """Count the claims of each paper by outcome, and list those that do not hold."""
     counts, failed = [], []
     for name, (paper, results) in papers.items():
         link, rows = f"[{name}]({name}.md)", paper.orderings(results)

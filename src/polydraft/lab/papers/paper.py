@@ -138,13 +138,13 @@ class Results(dict[str, dict[str, Any]]):
         return text_of(self.figure(run, method, key), unit, digits)
 
     def drift(self, *runs: str) -> str:
-        """Say what plain decoding gains over itself in timed runs; nothing where that was not measured."""
+        """Say what plain decoding gains over itself in timed runs, if that was measured."""
         found = {run: self.figure(run, REPEATED, "speedup") for run in runs}
         said = [f"{text_of(value, '×')} in {run}" for run, value in found.items() if value is not None]
         return f"Plain decoding against itself, as a second arm: {', '.join(said)}." if said else ""
 
     def about(self, *runs: str) -> str:
-        """Say which models, machine and prompts runs used; runs that differ in prompts alone share a sentence."""
+        """Describe models, machine and prompts of runs; runs that differ only in prompts share a sentence."""
         said: dict[str, list[str]] = {}
         for name in runs:
             settings = self.get(name, {}).get("settings")
@@ -213,20 +213,9 @@ def text_of(value: float | None, unit: str = "", digits: int = 2) -> str:
 
 
 def ordering(claim: str, *figures: tuple[str, float | None], digits: int = 3, why: str = "", alike: bool = False) -> list[str]:
-    """Return the row of a claim: what the paper says, what was measured, whether that holds, and why.
+    """Return the row of a claim: what the paper says, our figures (largest first, as claimed), whether it holds, and why.
 
-    Parameters
-    ----------
-    claim : str
-        What the paper says.
-    *figures : (name, figure)
-        Ours, in the order in which the claim has them, the largest first.
-    digits : int
-        Behind the point.
-    why : str
-        What explains our figures.
-    alike : bool
-        Whether the claim is that they do not differ.
+    With `alike` the claim is that the figures do not differ.
     """
     found = ", ".join(f"{name} {text_of(value, digits=digits)}" for name, value in figures)
     return [claim, found, verdict([value for _, value in figures], alike=alike), why]

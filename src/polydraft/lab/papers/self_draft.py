@@ -176,14 +176,14 @@ def _grid_speed(results: Results) -> Comparison:
     )
 
 
-def _figure_5(cells: dict[int, list[float | None]]) -> Drawing:
+def _figure_5(cells: dict[int, list[Estimate | None]]) -> Drawing:
     series = {f"N={number}": values for number, values in cells.items()}
     columns = [str(length) for length in _SIZES]
     content = curves(series, columns, across="length of branches L", up="decoding efficiency DE", base=1.0)
     return Drawing("figure-5.svg", "Figures 5 and 6: DE against the length of branches, for each number N", content)
 
 
-def _figure_7(cells: dict[int, list[float | None]]) -> Drawing:
+def _figure_7(cells: dict[int, list[Estimate | None]]) -> Drawing:
     groups = {f"N = {number}": [str(length) for length in _SIZES] for number in _SIZES}
     series = {"DE": [value for values in cells.values() for value in values]}
     content = grouped_columns(series, groups, base=1.0, across="length L, by number N of branches", up="decoding efficiency DE")

@@ -48,7 +48,7 @@ def _section(anchor: str, body: str) -> str:
 
 
 def _speedups(results: Mapping[str, Any]) -> str:
-    """One chart for all prompts, one per category, on one scale."""
+    """Draw one chart for all prompts and one per category, on one scale."""
     methods = {name: figures for name, figures in results["methods"].items() if name != BASELINE}
     scale = _charts.speedup_scale(methods)
     charts = [_charts.speedup_chart("All prompts", methods, scale)]
@@ -61,18 +61,7 @@ def _speedups(results: Mapping[str, Any]) -> str:
 
 
 def render(results: dict[str, Any]) -> str:
-    """Return the report as one HTML page that needs nothing else.
-
-    Parameters
-    ----------
-    results : dict
-        What `results.json` holds, schema 1.
-
-    Returns
-    -------
-    str
-        A page without any reference to the outside. All text from `results` is escaped.
-    """
+    """Return the report of a `results.json`, schema 1, as one HTML page without links to elsewhere; all its text is escaped."""
     methods = results["methods"]
     settings = results.get("settings") or {}
     bodies = {

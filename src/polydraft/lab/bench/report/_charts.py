@@ -87,7 +87,7 @@ def speedup_chart(title: str, rows: Mapping[str, Figures], scale: svg.Scale, not
 
 
 def time_parts(figures: Figures) -> dict[str, float] | None:
-    """Milliseconds per token of each part, what no part accounts for included; None where they are not known."""
+    """Milliseconds per token of each part, and of what no part accounts for; None if unknown."""
     seconds, tokens = figures.get("seconds"), values.finite(figures.get("tokens"))
     if not seconds or not tokens:
         return None
@@ -235,7 +235,7 @@ class Point:
 
 
 def points_of(methods: Mapping[str, Figures]) -> list[Point]:
-    """Methods of which both figures are known."""
+    """Return the methods whose figures are both known."""
     found = []
     for index, (name, figures) in enumerate(methods.items(), 1):
         per_pass, speed = values.finite(figures.get("tokens_per_pass")), values.finite(figures.get("tokens_per_second"))
@@ -265,7 +265,7 @@ def _height(y: svg.Scale, value: float) -> float:
 
 
 def pareto_plot(methods: Mapping[str, Figures]) -> str:
-    """Draw every method; filled where no other is as good on both axes, a dashed line where drafting would cost nothing."""
+    """Draw every method, filled if no other is as good on both axes, and the line on which drafting costs nothing."""
     points = points_of(methods)
     if not points:
         return '<p class="muted">No method reports both figures.</p>'
@@ -301,7 +301,7 @@ def pareto_plot(methods: Mapping[str, Figures]) -> str:
 
 
 def _free_line(methods: Mapping[str, Figures], x: svg.Scale, y: svg.Scale) -> list[str]:
-    """Where a method would lie if its passes cost what plain decoding's do."""
+    """Draw the line on which a pass costs as much as in plain decoding."""
     speed = values.finite(methods.get(BASELINE, {}).get("tokens_per_second"))
     if not speed:
         return []

@@ -21,17 +21,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inl
 
 
 def page(title: str, body: str, *, before: str = "", script: str = "") -> str:
-    """Return a whole page.
-
-    Parameters
-    ----------
-    title : str
-        Plain text.
-    body, before : str
-        HTML: the page's main part, and what precedes it.
-    script : str
-        Name of a file of this package, if there is one.
-    """
+    """Return a whole HTML page: `before` precedes the main part `body`, and `script` names a file of this package."""
     ending = f"<script>\n{_file(script)}</script>\n" if script else ""
     return f"""<!doctype html>
 <html lang="en">
@@ -214,7 +204,7 @@ counts with the median seconds per token over its repeats.</p>
 
 
 def sources_of(samples: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List the sources that occur, the target first, then the draft model, then others in order of appearance."""
+    """List the sources that occur: the target, the draft model, then others in order of appearance."""
     found = dict.fromkeys(str(token.get("source", TARGET)) for sample in samples for token in sample.get("tokens") or [])
     first = [TARGET, *(name for name in ("model",) if name in found)]
     return [*first, *(name for name in found if name not in first)]
@@ -228,7 +218,7 @@ def _packed(token: Mapping[str, Any], sources: Sequence[str]) -> list[Any]:
 
 
 def embedded(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Return the samples as JSON that no text in them can break out of: `<`, `>` and `&` are written as escapes."""
+    """Return the samples as JSON with `<`, `>` and `&` escaped, so that no text can break out of its element."""
     sources = sources_of(samples)
     data = {
         "sources": sources,

@@ -11,7 +11,7 @@ NOT_AVAILABLE = '<span class="na">not available</span>'
 
 
 def finite(value: object) -> float | None:
-    """Return a figure, or None for whatever is not one: null, NaN, infinities, text."""
+    """Return a figure, or None for anything else: null, NaN, infinities, text."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     return float(value)
@@ -75,7 +75,7 @@ def speedup(figures: Mapping[str, Any]) -> str:
 
 
 def plain(value: object) -> str:
-    """Write a setting, whatever it is, as escaped text."""
+    """Write any setting as escaped text."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return NOT_AVAILABLE
     if isinstance(value, bool):
@@ -95,7 +95,7 @@ def names(methods: Iterable[str]) -> str:
 
 
 def missing_note(methods: Iterable[str]) -> str:
-    """Say which methods a drawing leaves out, if any."""
+    """Name the methods that a drawing leaves out, if any."""
     listed = names(methods)
     return f'<p class="muted">Not available for {listed}.</p>' if listed else ""
 
