@@ -11,7 +11,10 @@ A message is one line: what, which value, what is allowed, what to do.
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from enum import StrEnum
+from typing import Any, TypeVar
+
+Member = TypeVar("Member", bound=StrEnum)
 
 _MOST_SHOWN = 80
 """Characters of a wrong value that a message repeats."""
@@ -37,6 +40,14 @@ def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> UsageError:
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
     return UsageError(f"unknown {kind} {shown(name)}; {hint}allowed: {', '.join(names)}")
+
+
+def member(kind: type[Member], what: str, value: Any) -> Member:
+    """Return the member of an enumeration by its value."""
+    try:
+        return kind(value)
+    except ValueError:
+        raise unknown_name(what, str(value), [one.value for one in kind]) from None
 
 
 def shown(value: Any) -> str:

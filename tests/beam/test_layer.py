@@ -8,7 +8,8 @@ import pytest
 from polydraft.beam import BeamOptions
 from polydraft.beam import _sample as sample_module
 from polydraft.beam._node import Beam, Node
-from polydraft.beam._sample import acceptance_chances, close_draws, count_distribution, dynamic_width, verify_layer
+from polydraft.beam._run import close_draws
+from polydraft.beam._sample import acceptance_chances, count_distribution, dynamic_width, verify_layer
 
 from .enumeration import enumerate_outcomes, total_variation
 from .reference import drawings

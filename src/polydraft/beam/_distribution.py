@@ -86,7 +86,7 @@ def joined(pieces: Sequence[tuple[Continuations, int]]) -> Continuations:
 
 
 def nothing_foreseen(num_rows: int, vocab_size: int) -> Continuations:
-    """Return the distribution of texts whose continuations nobody foresees: none."""
+    """Return continuations of texts for which there is no guess: none."""
     none_X = np.zeros(0, dtype=np.int64)
     return Continuations(none_X, none_X, none_X.astype(np.float64), none_X.astype(np.float64), num_rows, vocab_size)
 
@@ -94,8 +94,8 @@ def nothing_foreseen(num_rows: int, vocab_size: int) -> Continuations:
 def averaged(distribution: Continuations, other: Continuations, rows: Sequence[int]) -> Continuations:
     """Average some rows of a distribution with the rows of another, which has only those.
 
-    Where a row of `distribution` foresees nothing, the other's still keeps only half its mass: a hint is no certainty. This is
-    for drafts, whose log-probabilities nobody reads, so they are set to the scores.
+    If such a row of `distribution` is empty, the other's still keeps only half its mass: a hint is not certain. This is for
+    drafts, whose log-probabilities are not used, so they are set to the scores.
     """
     shares_R = np.zeros(distribution.num_rows)
     shares_R[list(rows)] = np.log(0.5)
@@ -126,7 +126,7 @@ def normalised(totals_X: Floats) -> Floats:
 
 
 class DistributionMaker:
-    """Turn a model's logits into continuations, in the order of Hugging Face's beams.
+    """Turns a model's logits into continuations, in the order of Hugging Face's beams.
 
     Log-softmax comes first, then penalties, temperature, top-k, top-p and min-p, without renormalising: a beam's score is the
     sum of the results. Without temperature and truncation that is the log-likelihood.
@@ -135,14 +135,12 @@ class DistributionMaker:
     ----------
     params : SamplingParams
         For search, only penalties and biases count, as in Hugging Face.
-    vocab_size : int
-        The target's.
     vocabulary : PartialVocabulary, optional
-        What the columns of a draft's logits mean, where they are not all tokens.
+        The tokens of a draft's columns, if not all.
     best : int, optional
         For search: how many of a text's best continuations to keep.
     draft : str, optional
-        Name of the draft, if these are its logits: drafting goes on where a processor fails.
+        Name of the draft, for its logits: drafting continues if a processor fails.
     """
 
     def __init__(
@@ -167,12 +165,12 @@ class DistributionMaker:
 
     @property
     def has_processors(self) -> bool:
-        """Whether there are logits processors, which may fail on texts that they have ruled out."""
+        """Whether there are logits processors, which may fail on texts that they ruled out."""
         return bool(self._params.processors)
 
     @property
     def emptied_by(self) -> str | None:
-        """The processor that has left some text without a next token, if any."""
+        """The processor that left a text without a next token, if any."""
         return self._warper.processing.emptied_by
 
     @property
@@ -184,7 +182,7 @@ class DistributionMaker:
 
     @property
     def is_short(self) -> bool:
-        """Whether few continuations of a text have mass, so that copying many distributions to the host is cheap."""
+        """Whether few continuations of a text have mass, so that many distributions are cheap to copy to the host."""
         return not self._adjusted and (self._best is not None or bool(self._params.top_k))
 
     @property
@@ -200,14 +198,14 @@ class DistributionMaker:
         return self.is_short and (self._best is not None or self._params.top_k + _TIES < columns)
 
     def packed(self, logits_RV: Tensor) -> Tensor:
-        """Return some texts' distributions as one tensor on their device, to be copied to the host at once."""
+        """Return the distributions of some texts as one tensor on their device, for one copy to the host."""
         logits_RV = self._own(logits_RV)
         short = self._shortened(logits_RV, logits_RV.logsumexp(-1, keepdim=True))
         assert short is not None, "is_packed says when"
         return short
 
     def unpacked(self, packed_RX: Floats, nodes: Sequence[Node], logits: Callable[[Sequence[Node]], Tensor]) -> Continuations:
-        """Return the continuations of texts whose distributions were packed; `logits` is asked where one is needed in full."""
+        """Return the continuations of texts from packed distributions; `logits` computes those needed in full."""
         odd_R = np.isnan(packed_RX[:, 0])
         if not odd_R.any():
             return self._listed(packed_RX)
@@ -274,9 +272,9 @@ class DistributionMaker:
         return logits_RV[:, : self._vocab_size] if self._vocabulary is None else logits_RV
 
     def _shortened(self, logits_RV: Tensor, norm_R1: Tensor) -> Tensor | None:
-        """Return scores, log-probabilities and ids `[R, 3 K]` of the few best tokens; None if that does not suffice.
+        """Return scores, log-probabilities and ids `[R, 3 K]` of the few best tokens; None if more may be needed.
 
-        A row starts with NaN if tokens beyond these might have mass, or if its logits are not finite.
+        A row starts with NaN if further tokens might have mass, or if its logits are not finite.
         """
         columns = logits_RV.shape[-1]
         tied_R1 = ~norm_R1.isfinite()

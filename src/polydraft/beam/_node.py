@@ -26,7 +26,7 @@ class Node:
         """The last few tokens of the text that ends here, once computed."""
 
     def child(self, token: int) -> "Node":
-        """Return the child with this token; it is made if needed."""
+        """Return the child with this token, a new one if needed."""
         if token not in self.children:
             self.children[token] = Node(token, self)
         return self.children[token]
@@ -80,13 +80,9 @@ def with_ancestors(leaves: Iterable[Node]) -> set[Node]:
 class Stops:
     """Finds stop strings in the texts of nodes, assembled as single texts are, once per node.
 
-    Whether a stop string is complete depends on the text's tokens alone, so it is the same with and without a draft. Only nodes
-    that are asked about are decoded, each from where its parent's assembler stands.
-
-    Parameters
-    ----------
-    assembler : TextAssembler, optional
-        One without tokens that knows the stop strings; there are none if it is not given.
+    Whether a stop string is complete depends only on the text's tokens, so drafts make no difference. Only the nodes in
+    question are decoded, each from where its parent's assembler stands. The assembler that is given has no tokens and knows the
+    stop strings.
     """
 
     def __init__(self, assembler: TextAssembler | None = None) -> None:
@@ -163,19 +159,11 @@ class Hypothesis:
 
 
 class Pool:
-    """The best finished texts so far.
+    """The best finished texts so far, at most `capacity`.
 
-    Parameters
-    ----------
-    capacity : int
-        Number of texts to keep.
-    length_penalty : float
-        Scores are divided by the length to this power; above 0 favours long texts, because scores are negative.
-    early_stopping : bool or "never"
-        True stops as soon as the pool is full; False when no running beam would get in at its present length; "never" when
-        none could at any length.
-    longest : int
-        Maximum number of new tokens.
+    Scores are divided by the length to the power of `length_penalty`; above 0 that favours long texts, since scores are
+    negative. Early stopping is true to stop once the pool is full, false to stop when no running beam would get in at its
+    present length, and "never" to stop when none could at any length up to `longest`.
     """
 
     def __init__(self, capacity: int, length_penalty: float, early_stopping: EarlyStopping, longest: int) -> None:

@@ -22,7 +22,7 @@ _MOST_ENDINGS = 2**14
 
 
 def packed_reading(distribution: DistributionMaker, head: Callable[[Tensor], Tensor]) -> Reading | None:
-    """Return what a pass computes so that its nodes' distributions come with it; None where they are too long for that."""
+    """Return what a pass computes so that its nodes' distributions come with it; None if they are too long."""
     if not distribution.is_packed:
         return None
     return Reading(distribution.kind, lambda features_TF: distribution.packed(head(features_TF)))
@@ -31,15 +31,9 @@ def packed_reading(distribution: DistributionMaker, head: Callable[[Tensor], Ten
 class TargetPredictions:
     """The target's distributions after nodes that it has passed.
 
-    They come with the pass, if `packs` is set and they are short; otherwise logits are computed of all its nodes together, or
-    of single nodes on demand, whichever costs less.
-
-    Parameters
-    ----------
-    packs : bool
-        Compute short distributions in the pass itself. This pays where every copy to the host has to wait for the device.
-    keeps : bool
-        Keep short distributions of earlier passes, for twins.
+    If they are short and `packs` is set, the pass computes them, which pays where every copy to the host waits for the device.
+    Otherwise logits are computed for all nodes of a pass together, or for single nodes on demand, whichever costs less. With
+    `keeps`, short distributions of earlier passes are kept for twins.
     """
 
     def __init__(
@@ -67,7 +61,7 @@ class TargetPredictions:
         return self.tree.reading is not None
 
     def collect(self, nodes: Sequence[Node], running: Iterable[Node]) -> None:
-        """Bring what the last pass says of its nodes to the host, as far as that is worth doing for all of them at once."""
+        """Bring the last pass's distributions to the host, if it pays to do so for all nodes at once."""
         if len(self._found) > 2 * self.most_kept:
             kept = {node: self._found[node] for node in running if node in self._found}
             self._found = dict(list(self._found.items())[len(self._found) - self.most_kept :]) | kept
@@ -129,8 +123,8 @@ class TwinIndex:
     """Nodes that the target has passed, by the last tokens of their texts.
 
     A *twin* of a text is another text with the same ending. Beams often differ only in a word some tokens back, or repeat what
-    another beam was a step ago: nearly every second text that a draft was asked about had a twin (beam search, six prompts).
-    The target's distribution after a twin is a good draft, with every token of the vocabulary and without a pass.
+    another beam was a step ago: almost every second drafted text had a twin (beam search, six prompts). The target's
+    distribution after a twin is a good draft, over the whole vocabulary, and needs no pass.
     """
 
     def __init__(self, prompt: Sequence[int], most: int = _MOST_ENDINGS) -> None:
@@ -153,7 +147,7 @@ class TwinIndex:
             del self._latest[next(iter(self._latest))]
 
     def of(self, node: Node) -> Iterator[tuple[Node, int]]:
-        """Yield twins of a node, each with how many last tokens the two texts share, most first."""
+        """Yield twins of a node, those that share most last tokens first, each with that number."""
         ending, before = self._ending(node), None
         for start in range(len(ending)):
             twin = self._latest.get(ending[start:])
@@ -171,18 +165,8 @@ class TwinIndex:
 class DraftPredictions:
     """Distributions that drafts are chosen from; verification is exact whatever they are.
 
-    Parameters
-    ----------
-    target : TargetPredictions
-    prompt : sequence of int
-    reader : TreeReader, optional
-        The draft model or head, at the prompt's end; twins alone are used without one.
-    distribution : DistributionMaker, optional
-        The reader's; given with it.
-    packs : bool
-        See `TargetPredictions`.
-    model_only : bool
-        Ask the reader about every text, whatever the target has predicted.
+    A reader, the draft model or head at the prompt's end, comes with its `DistributionMaker`; without one, only twins are used.
+    With `model_only` the reader is used for every text, whatever the target has predicted.
     """
 
     def __init__(
@@ -207,19 +191,19 @@ class DraftPredictions:
 
     @property
     def name(self) -> str:
-        """Who drafts."""
+        """Name of the draft."""
         return "twins" if self._reader is None else self._reader.name
 
     def learn(self, nodes: Sequence[Node]) -> None:
-        """Take note of nodes that the target has passed."""
+        """Record nodes that the target has passed."""
         if not self._model_only:
             self.twins.add(nodes)
 
     def after(self, nodes: Sequence[Node]) -> Continuations:
         """Return the target's distribution after each node that it has passed, and a guess after the others.
 
-        Some beams lie inside the last round's forest, so that what follows them is known. A guess is the target's distribution
-        after a twin, the draft's distribution, or the mean of both.
+        Some beams lie inside the last round's forest, so the distributions after them are known. A guess is the target's
+        distribution after a twin, the draft's distribution, or their mean.
         """
         if self._model_only:
             return self._guess(nodes)
@@ -239,7 +223,7 @@ class DraftPredictions:
         return joined([rows[index] for index in range(len(nodes))])
 
     def keep(self, leaves: Sequence[Node], below: Sequence[Node]) -> None:
-        """Say which texts go on after a round; nodes `below` them are drafts that are being verified."""
+        """Keep the texts that continue after a round; nodes `below` them are drafts under verification."""
         if self._reader is not None:
             self._reader.keep(leaves, below)
 
@@ -254,7 +238,7 @@ class DraftPredictions:
         return self._distribution.unpacked(packed_RX, nodes, self._reader.logits)
 
     def _best_twin(self, node: Node) -> tuple[Node | None, int]:
-        """Return the node whose target distribution is the best guess, itself if possible, and how many tokens it shares."""
+        """Return the node with the best guess, itself if possible, and how many tokens the two share."""
         if node in self._target and self._target.knows(node):
             return node, self.trusted
         for twin, shared in self.twins.of(node):

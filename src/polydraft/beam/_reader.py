@@ -1,4 +1,4 @@
-"""Drafts at work on a tree of beams: models, and feature heads."""
+"""Drafts on a tree of beams: models and feature heads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,7 +20,7 @@ from polydraft.trees import Block, causal_block
 
 
 class TreeReader(ABC):
-    """A draft at work on one request."""
+    """A draft for one request."""
 
     name: str
     vocabulary: PartialVocabulary | None
@@ -30,7 +30,7 @@ class TreeReader(ABC):
     """Whether it needs the target's features of the prompt, see `observe`."""
 
     def observe(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_1TF: Tensor) -> None:
-        """Take the target's features of the prompt, chunk by chunk, without its last token's."""
+        """Receive the target's features of the prompt, except its last token, in chunks."""
         raise NotImplementedError
 
     @abstractmethod
@@ -57,7 +57,7 @@ class TreeReader(ABC):
 
     @abstractmethod
     def keep(self, leaves: Sequence[Node], below: Sequence[Node] = ()) -> None:
-        """Say which texts go on after a round; nodes `below` them are drafts that are being verified."""
+        """Keep the texts that continue after a round; nodes `below` them are drafts under verification."""
 
 
 class ModelReader(TreeReader):
@@ -94,10 +94,10 @@ class ModelReader(TreeReader):
 
 
 class HeadReader(TreeReader):
-    """A feature head, which reads the target's features; see `polydraft.draft.head_source` for what an entry is.
+    """A feature head, which reads the target's features; see `polydraft.draft.head_source` for its entries.
 
-    A node's entry joins its token with the target's features of its parent. Inside a forest these are unknown, and the head's
-    own outputs replace them; such entries are guesses, and are read again once the target has passed their parents.
+    A node's entry joins its token with the target's features of its parent. Inside a forest these are unknown and replaced by
+    the head's own outputs; such entries are guesses, and are read again after the target has passed their parents.
     """
 
     reads_features = True
@@ -152,7 +152,7 @@ class HeadReader(TreeReader):
             self._tree.read(level)
 
     def _take_back(self) -> None:
-        """Forget the entry of a text's very first token once the target has passed it: in training there is none."""
+        """Forget the entry of a text's first token once the target has passed it: training has no such entry."""
         if self._root is not None and not self._begun and self._root in self._passed:
             self._tree.pretend(self._root)
 
@@ -161,7 +161,7 @@ class HeadReader(TreeReader):
         return self._head.head(features_RF)
 
     def _levels(self, nodes: Sequence[Node]) -> list[list[Node]]:
-        """Return nodes by level: a guess needs the head's output for its parent first."""
+        """Return nodes by level, since a guess needs the head's output for its parent first."""
         levels: dict[int, dict[Node, None]] = {}
         passed, read = self._passed, self._tree.bank.rows
         for leaf in nodes:
@@ -215,7 +215,7 @@ class HeadReader(TreeReader):
         return joined_TH
 
     def keep(self, leaves: Sequence[Node], below: Sequence[Node] = ()) -> None:
-        """Forget dead nodes and all guesses, which are read again with the target's features."""
+        """Forget dead nodes, and all guesses, to read them again with the target's features."""
         self._take_back()
         self._tree.forget(self._guesses)
         self._guesses = []
@@ -223,5 +223,5 @@ class HeadReader(TreeReader):
 
 
 def tree_reader(draft: LanguageModel | Head, memory: BeamMemory | None = None) -> TreeReader:
-    """Return the reader for a draft, which uses the draft's memory if one is given."""
+    """Return the reader for a draft, in this memory if it is given."""
     return HeadReader(draft, memory) if isinstance(draft, Head) else ModelReader(draft, memory)

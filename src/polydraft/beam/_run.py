@@ -1,4 +1,4 @@
-"""One request with beams, from its prompt to its finished texts: what search and sampling share."""
+"""One request with beams, from its prompt to its finished texts: what search and sampling have in common."""
 
 import time
 import weakref
@@ -81,14 +81,14 @@ def grow_forest(
     ends: Callable[[Node], bool],
     choose: Choose,
 ) -> list[ForestLayer]:
-    """Let the draft run `depth` steps of beam decoding from the input beams.
+    """Let the draft take `depth` steps of beam decoding from the input beams.
 
     Notes
     -----
-    Input beams start with the target's scores, which are known, and not with the draft's as in the paper: verification is exact
-    whatever drafts are drawn from, and this distribution is closer to the target's. Besides, truncation may have ruled out for
-    the draft what the target has said. Finished draft beams have no children, nor have beams after which nothing is foreseen;
-    the forest ends where that is all of them.
+    Input beams start with the target's scores, which are known, not with the draft's as in the paper: verification is exact
+    whatever drafts are drawn from, and this distribution is closer to the target's. Also, the draft's truncation may rule out
+    tokens that the target has emitted. Finished draft beams have no children, nor have beams without a guess; the forest ends
+    when that is all of them.
     """
     layers: list[ForestLayer] = []
     parents = list(beams)
@@ -109,14 +109,11 @@ def grow_forest(
 
 
 def close_draws(drawn: Sequence[Beam], options: BeamOptions, ends: Callable[[Node], bool]) -> tuple[list[Beam], list[Beam]]:
-    """Return the beams that go on and those that have ended, given a step's draws in order."""
+    """Return the beams that continue and those that have ended, given a step's draws in order."""
     running = [beam for beam in drawn if not ends(beam.node)]
-    if options.draws == Draws.HUGGING_FACE:
-        # Only the first W draws may end; of those that go on, the W best do.
-        return (
-            sorted(running, key=lambda beam: -beam.score)[: options.beams],
-            [beam for beam in drawn[: options.beams] if ends(beam.node)],
-        )
+    if options.draws == Draws.HUGGING_FACE:  # only the first W may end, and only the W best of the others continue
+        running = sorted(running, key=lambda beam: -beam.score)[: options.beams]
+        drawn = drawn[: options.beams]
     return running, [beam for beam in drawn if ends(beam.node)]
 
 
@@ -133,11 +130,7 @@ class _Launched:
 class BeamRun(ABC):
     """Rounds of a draft forest, one target pass, and as many steps of beam decoding as that pass allows.
 
-    Parameters
-    ----------
-    request : BeamRequest
-    workspace : BeamWorkspace, optional
-        Idle memories of the request's models; new ones if not given.
+    A workspace holds idle memories of the request's models, to be reused.
     """
 
     def __init__(self, request: BeamRequest, workspace: BeamWorkspace | None = None) -> None:
@@ -195,14 +188,14 @@ class BeamRun(ABC):
 
     @property
     def draft_name(self) -> str | None:
-        """Who drafts, if anyone."""
+        """Name of the draft, if there is one."""
         return None if self.draft is None else self.draft.name
 
     @property
     def _candidates(self) -> int:
-        """Continuations considered per step, by Hugging Face's rule: enough that W go on whichever of them are end tokens.
+        """Continuations per step, by Hugging Face's rule: enough that W continue, however many are end tokens.
 
-        Stop strings may end more of them. Then fewer than W beams go on, or none.
+        Stop strings may end more of them; then fewer than W beams continue, or none.
         """
         return max(2, 1 + len(self.ends.eos_token_ids)) * self.options.beams
 
@@ -223,7 +216,7 @@ class BeamRun(ABC):
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one round. Where distributions come with the pass, the next pass is under way when this returns."""
+        """Run one round. If distributions come with the pass, the next pass has been launched when this returns."""
         if self._workspace.spoiled:
             raise FailureError("a round of these beams was interrupted and its state is unknown; start the request again")
         with self._workspace.at_work():
@@ -249,7 +242,7 @@ class BeamRun(ABC):
         return _Launched(layers, nodes, tree.replayed_passes - replayed)
 
     def _depth(self) -> int:
-        """Layers worth drafting: one more than recent rounds have accepted. It depends on the past alone."""
+        """Return the layers to draft: one more than recent rounds accepted. It depends only on the past."""
         room = self.ends.longest - self.length - 1
         worth = self.options.depth_of_drafts if self.options.model_only else int(self._reach + 1.5)
         return min(self.options.depth_of_drafts, worth, room)
@@ -277,7 +270,7 @@ class BeamRun(ABC):
         stats.total_seconds = time.perf_counter() - self._started
 
     def _tidy(self) -> None:
-        """Free what no beam needs, while the device works on the next pass if one is under way."""
+        """Free what no beam needs, while the device works on the next pass, if there is one."""
         with self.stats.clock("commit"):
             leaves, below = [beam.node for beam in self.beams], [] if self._launched is None else self._launched.nodes
             self.target.tree.keep(leaves, below)
@@ -291,8 +284,12 @@ class BeamRun(ABC):
         node.log_prob = float(continuations.log_probs_X[entry])
         return Beam(node, total)
 
+    def _close(self, drawn: Sequence[Beam]) -> None:
+        """End a step with these draws, in order."""
+        self._finish_step(*close_draws(drawn, self.options, self.ends.at))
+
     def _finish_step(self, running: Sequence[Beam], ended: Sequence[Beam]) -> None:
-        """End a step: beams that ended go to the pool, the others go on unless the pool says that decoding is done."""
+        """End a step: add ended beams to the pool, and continue the others unless the pool is done."""
         length = self.length + 1
         for beam in ended:
             self.pool.add(beam.node, beam.score, self.ends.reason(beam.node))

@@ -17,7 +17,7 @@ import torch
 
 from polydraft.beam._distribution import Continuations, Floats, Indices, normalised
 from polydraft.beam._node import Beam
-from polydraft.beam._run import BeamRequest, BeamRun, ForestLayer, close_draws
+from polydraft.beam._run import BeamRequest, BeamRun, ForestLayer
 from polydraft.beam._workspace import BeamWorkspace
 from polydraft.beam.options import Draws
 
@@ -141,8 +141,7 @@ def verify_layer(
     width : int
         Number of beams wanted; must not depend on which drafts were drawn.
     distinct : bool
-        Drafts are drawn without replacement, and outputs follow the target's distribution without replacement; otherwise both
-        are independent.
+        Whether drafts are drawn without replacement and outputs shall be; otherwise both are independent.
 
     Notes
     -----
@@ -178,7 +177,7 @@ def verify_layer(
 
 
 def _residual(target_U: Floats, draft_U: Floats) -> Floats:
-    """Return norm(max(p' - q, 0)), or p' if rounding left nothing of it."""
+    """Return norm(max(p' - q, 0)), or p' if rounding leaves nothing of it."""
     left_U = np.maximum(target_U - draft_U, 0.0)
     total = left_U.sum()
     return left_U / total if total > 0 else target_U
@@ -236,15 +235,8 @@ class SampleRun(BeamRun):
     def _verify_layer(self, layer: ForestLayer, survivors: Sequence[int]) -> list[int] | None:
         """Take a step by verifying a layer (lines 5 to 31).
 
-        Parameters
-        ----------
-        survivors : sequence of int
-            Which of the layer's parents the running beams are.
-
-        Returns
-        -------
-        list of int, or None
-            Which of the next layer's parents the running beams are now; None if verification ends here.
+        `survivors` are the places of the running beams among the layer's parents; what is returned are their places among the
+        next layer's parents, or None if verification ends here.
         """
         continuations = self.target.after([beam.node for beam in self.beams])
         totals_X = continuations.totals(self.beams)
@@ -278,10 +270,6 @@ class SampleRun(BeamRun):
         if threshold is None or not drafts:  # no draft survives: as wide as a layer without drafts
             return self._width
         return dynamic_width(target_probs_U, draft_probs_U, drafts, threshold=threshold, least=self.options.min_width or 1)
-
-    def _close(self, drawn: Sequence[Beam]) -> None:
-        """End a step with these draws."""
-        self._finish_step(*close_draws(drawn, self.options, self.ends.at))
 
     def _keep_one_cache(self) -> None:
         """With `one_cache`, go on with the beam of lowest perplexity alone (section 3.4); all are equally long."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from polydraft.beam._distribution import Continuations, Floats, Indices
 from polydraft.beam._node import Beam, Node
-from polydraft.beam._run import BeamRequest, BeamRun, ForestLayer, close_draws
+from polydraft.beam._run import BeamRequest, BeamRun, ForestLayer
 from polydraft.beam._workspace import BeamWorkspace
 from polydraft.beam.options import Draws
 
@@ -48,10 +48,10 @@ class SearchRun(BeamRun):
         return self._promising(totals_X, continuations, parents, self.options.width_of_drafts)
 
     def _promising(self, totals_X: Floats, continuations: Continuations, parents: list[Beam], count: int) -> list[int]:
-        """Return the entries with the largest totals, without those whose distribution no step will ask for.
+        """Return the entries with the largest totals, except those whose distribution no step will need.
 
         Nothing follows texts that end. Continuations of running beams that the target has passed have the target's own totals:
-        they are out if enough others of that kind are larger. Their places go to continuations that have to be guessed.
+        they are left out if enough others of that kind are larger. Their places go to continuations that have to be guessed.
         """
         ends_X = np.zeros(len(totals_X), dtype=bool)
         for token in self.ends.eos_token_ids:
@@ -71,7 +71,7 @@ class SearchRun(BeamRun):
     def _open(
         self, totals_X: Floats, entries_X: Indices, continuations: Continuations, parents: list[Beam], count: int
     ) -> list[int]:
-        """Return those of some entries with the largest totals, without those that a stop string ends.
+        """Return the given entries with the largest totals, except those that a stop string ends.
 
         They are fewer if strings end most of them: a forest need not be full, and each check decodes a text.
         """
@@ -87,7 +87,7 @@ class SearchRun(BeamRun):
 
     @property
     def _kept(self) -> int:
-        """Continuations that a step takes at most: one that this many exceed is out."""
+        """Most continuations that a step keeps: one with this many larger ones is out."""
         return self.options.beams
 
     _ends_are_extra: ClassVar[bool] = True
@@ -133,8 +133,8 @@ class CoupledRun(SearchRun):
     A step of the target draws without replacement by taking the largest noisy scores. The draft takes more of its own largest
     scores with the same noise; if these contain all beams that matter, the step needs no pass of its own. As in search, a beam
     outside the forest does no harm if its largest noisy score, which is bounded before its distribution is known, is too small.
-    What is drawn depends on the target's distribution and the noise alone, so the texts are those of the same run without a
-    draft: exact whatever the draft, and nothing is rejected. This is not in the paper, whose layers accept fewer beams.
+    Draws depend only on the target's distribution and the noise, so the texts are those of the same run without a draft: exact
+    whatever the draft, and nothing is rejected. This is not in the paper, whose layers accept fewer beams.
     """
 
     def __init__(self, request: BeamRequest, generator: torch.Generator, workspace: BeamWorkspace | None = None) -> None:
@@ -172,7 +172,7 @@ class CoupledRun(SearchRun):
         drawn = [self._child(known, continuations, entry, float(totals_X[entry])) for entry in entries]
         for beam in drawn:
             beam.node.drafted = beam.node in drafted
-        self._finish_step(*close_draws(drawn, self.options, self.ends.at))
+        self._close(drawn)
         return True
 
 

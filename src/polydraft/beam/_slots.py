@@ -51,26 +51,14 @@ _NO_INPUTS = Inputs(lambda nodes: np.empty((0, len(nodes)), dtype=np.int64), lam
 
 
 class SlotTree:
-    """Which slot each node occupies.
+    """The slot of each node, in the context's one row, below the committed text.
 
-    No beam has its own cache: nodes that beams share are stored once, and a mask lets each node attend to its ancestors. A beam
-    that dies leaves dead slots behind, which `keep` reclaims now and then; the prefix that all beams then share becomes
-    committed text.
+    Beams have no caches of their own: shared nodes are stored once, and a mask lets each node attend to its ancestors. A beam
+    that dies leaves dead slots, which `keep` reclaims now and then; a prefix that all beams share becomes committed text.
 
-    Parameters
-    ----------
-    context : Context
-        One row, in which all that precedes the tree is committed.
-    bank : FeatureBank, optional
-        Where features go; empty.
-    forward : callable, optional
-        How tokens go through the model; `Context.extend` by default.
-    inputs : Inputs, optional
-        Further inputs of `forward`; none by default.
-    graphs : GraphCache, optional
-        Captures passes and replays them. Passes are then padded to a few sizes, so that a few captures serve for all.
-    sizes : PassSizes, optional
-        Sizes of captured passes.
+    Tokens go through the model by `forward`, `Context.extend` by default, with further `inputs` if there are any; features go
+    into the empty `bank`. With `graphs`, passes are captured and replayed, padded to a few `sizes` so that few captures are
+    needed.
     """
 
     def __init__(
@@ -160,7 +148,7 @@ class SlotTree:
         self._visible_UU[range(start, stop), range(start, stop)] = True
 
     def readings(self, nodes: Sequence[Node]) -> Floats | None:
-        """Wait for what the last pass computed of nodes, and return it; None if some were not in that pass."""
+        """Wait for what the last pass computed for nodes, and return it; None if some were not in that pass."""
         if self._arriving is None:
             return None
         rows: Any = slice(len(nodes))
@@ -197,8 +185,8 @@ class SlotTree:
     def _replay(self, nodes: Sequence[Node], size: int, places: int) -> tuple[Tensor, bool]:
         """Pass nodes, padded to `size` tokens.
 
-        Padding comes after the nodes, sees only the committed text and itself, and nobody sees it: the next pass overwrites it.
-        Places are inputs, so that one capture serves for all of them. All inputs travel in one copy.
+        Padding comes after the nodes and sees only the committed text and itself; no node sees it, and the next pass overwrites
+        it. Places are inputs, so that one capture serves for all of them. All inputs travel in one copy.
         """
         assert self._graphs is not None
         start, count = self._used, len(nodes)
@@ -246,7 +234,7 @@ class SlotTree:
         self._places[node] = _COMMITTED
 
     def forget(self, nodes: Sequence[Node]) -> None:
-        """Forget nodes, so that they are read again; nothing below them may be kept."""
+        """Forget nodes, to read them again; nothing below them may be kept."""
         for node in nodes:
             self._places.pop(node, None)
         self.bank.drop(nodes)
@@ -254,7 +242,7 @@ class SlotTree:
     def keep(self, leaves: Sequence[Node], below: Sequence[Node] = (), slack: int = _SLACK) -> None:
         """Reclaim dead slots, which no leaf descends from, if there are more than `slack`.
 
-        Nodes `below` leaves, whose pass is under way, stay too. Nothing here waits for it.
+        Nodes `below` leaves, whose pass is under way, stay too. This never waits for the device.
         """
         alive = with_ancestors([*leaves, *below])
         live = [node for node, place in self._places.items() if place != _COMMITTED and node in alive]

@@ -1,4 +1,4 @@
-"""Memory of beams: the features of a tree's nodes, each model's cache, and who works on them."""
+"""Memory of beams: features of a tree's nodes, each model's cache, and which request uses them."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ NOWHERE = -1
 
 @dataclass(frozen=True, kw_only=True)
 class PassSizes:
-    """Sizes of captured passes and of the memory they work on. There are few of each, because every size needs a capture."""
+    """Sizes of captured passes and of their memory. There are few of each, because every size needs a capture."""
 
     tokens: tuple[int, ...] = (16, 32, 64, 96, 128, 192, 256)
     """Passes are padded to one of these. Larger passes are not captured: their work hides the launches."""
@@ -37,8 +37,8 @@ class PassSizes:
 class FeatureBank:
     """A model's features of each node that it has passed.
 
-    They lie in one tensor, which does not move while it is large enough: captured passes read and write its rows, and the next
-    request takes it over.
+    They are in one tensor, which moves only to grow: captured passes read and write its rows, and the next request takes it
+    over.
     """
 
     def __init__(self, sizes: PassSizes | None = None) -> None:
@@ -65,7 +65,7 @@ class FeatureBank:
         return self.values_NF[[self.rows[node] for node in nodes]]
 
     def claim(self, nodes: Sequence[Node], size: int) -> int:
-        """Give nodes consecutive rows and return the first; there is room for `size`, and the next claim reuses the rest."""
+        """Give nodes consecutive rows, with room for `size` in all, and return the first; the next claim reuses the rest."""
         start = self._used
         self.rows.update(zip(nodes, range(start, start + len(nodes)), strict=True))
         self._used += len(nodes)
@@ -110,14 +110,7 @@ class FeatureBank:
 
 
 class BeamMemory:
-    """One model's cache of one row, and the graphs of its passes where they can be captured.
-
-    Parameters
-    ----------
-    graphs : bool
-        Capture passes if the device can.
-    sizes : PassSizes, optional
-    """
+    """One model's cache with one row, and the captures of its passes, if `graphs` is set and the device can capture."""
 
     def __init__(self, model: LanguageModel | Head, graphs: bool, sizes: PassSizes | None = None) -> None:
         self._model, self.sizes = model, sizes or PassSizes()
@@ -144,20 +137,11 @@ class BeamMemory:
 
 
 class BeamWorkspace:
-    """The memory of one request after another; a later request replays what an earlier one captured.
+    """The memory of one request after another; later requests replay what earlier ones captured.
 
-    No text is kept: every request reads its whole prompt.
-
-    Parameters
-    ----------
-    graphs : bool
-        Capture passes if the device can.
-    packs : bool, optional
-        Let passes compute short distributions along with their features; by default, wherever a copy to the host has to wait
-        for the device.
-    ahead : bool
-        Launch the next pass before a round's tokens are handed out, where passes compute distributions.
-    sizes : PassSizes, optional
+    No text is kept: every request reads its whole prompt. With `packs`, passes compute short distributions along with their
+    features (by default, where copies to the host wait for the device); with `ahead`, the next pass is then launched before a
+    round's tokens are handed out.
     """
 
     def __init__(
@@ -182,14 +166,14 @@ class BeamWorkspace:
         self._at_work = False
 
     def restart(self, prompt_length: int, longest: int) -> None:
-        """Make ready for a prompt whose texts grow to at most `longest` tokens."""
+        """Prepare for a prompt whose texts grow to at most `longest` tokens."""
         self.target_memory.restart(prompt_length + 64, longest)
         if self.draft_memory is not None:
             self.draft_memory.restart(prompt_length, longest)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
-        """Keep other requests out, even if this one is cancelled meanwhile; an error spoils the contents."""
+        """Keep other requests out, even if this one is cancelled; an error spoils the contents."""
         self._at_work = True
         try:
             yield

@@ -149,7 +149,7 @@ class BeamDecoder:
         return run
 
     def _workspace(self) -> BeamWorkspace:
-        """Return a workspace that belongs to nobody else until it is put back: a spare one if it fits, else a new one."""
+        """Return a workspace for one request: a spare one if it fits, else a new one."""
         fitting = (self.decoder.target, self.draft, self.decoder.graphs, self.decoder.target.mark())
         with self._lending:
             for workspace in [*self._spare]:

@@ -5,7 +5,7 @@ from enum import StrEnum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Literal
 
-from polydraft.errors import UsageError, shown, unknown_name
+from polydraft.errors import UsageError, member, shown
 
 if TYPE_CHECKING:
     import torch
@@ -98,9 +98,9 @@ class BeamOptions:
     """When beam search stops, as in Hugging Face: true, false or never  [default: false]."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "mode", _named(BeamMode, "beam mode", self.mode))
-        object.__setattr__(self, "draws", _named(Draws, "way to draw beams", self.draws))
-        object.__setattr__(self, "verification", _named(Verification, "verification", self.verification))
+        object.__setattr__(self, "mode", member(BeamMode, "beam mode", self.mode))
+        object.__setattr__(self, "draws", member(Draws, "way to draw beams", self.draws))
+        object.__setattr__(self, "verification", member(Verification, "verification", self.verification))
         self._check_counts()
         if self.width_threshold is not None:
             _number("width_threshold", self.width_threshold)
@@ -194,13 +194,6 @@ class BeamOptions:
     def is_coupled(self) -> bool:
         """Whether the draft shares the target's noise."""
         return self._can_be_coupled and self.verification != Verification.LAYERS
-
-
-def _named(kind: Any, what: str, value: Any) -> Any:
-    try:
-        return kind(value)
-    except ValueError:
-        raise unknown_name(what, str(value), [one.value for one in kind]) from None
 
 
 def _number(name: str, value: Any) -> None:

@@ -74,16 +74,9 @@ class BeamGeneration:
 
 @torch.inference_mode()
 def text_log_probs(target: LanguageModel, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Return the target's log-probability of every token of texts that follow one prompt.
+    """Return the target's log-probability of every new token of texts that follow one prompt of at least one token.
 
     The prompt and common prefixes are read once.
-
-    Parameters
-    ----------
-    prompt : sequence of int
-        At least one token.
-    texts : sequence of token-id lists
-        New tokens.
     """
     context = target.start(1, len(prompt) + sum(map(len, texts)) + 1)
     context.prefill([prompt[:-1]])

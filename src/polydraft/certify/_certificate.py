@@ -78,7 +78,7 @@ class Check:
 
 
 def plain(value: Any) -> Any:
-    """Replace infinities and NaN, which JSON lacks, by their names."""
+    """Replace infinities and NaN, which JSON does not have, by their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -88,10 +88,9 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Findings of one check of one subject.
+    """Findings of one check of one subject, exact (`worst`, at most `allowed`) or statistical (`p_values`).
 
-    Either exact, with a `worst` value and the largest one `allowed`, or statistical, with `p_values`: how small these may be
-    depends on how many there are in all trials of the subject.
+    How small p-values may be depends on how many there are in all trials of the subject.
     """
 
     name: str
@@ -111,13 +110,13 @@ class Trial:
     details: list[dict[str, Any]] = field(default_factory=list)
 
     def passes(self, threshold: float) -> bool:
-        """Whether the findings are those of a correct rule; a rule that returned nothing has none, and fails."""
+        """Whether a correct rule could give these findings; a rule that returned nothing has none, and fails."""
         if self.p_values:
             return min(self.p_values) > threshold
         return self.worst is not None and self.allowed is not None and self.worst <= self.allowed
 
     def check(self, subject: str, threshold: float) -> Check:
-        """Decide, given how small p-values may be."""
+        """Decide, given the smallest p-value that passes."""
         statistical, passed = bool(self.p_values), self.passes(threshold)
         return Check(
             name=self.name,
@@ -191,7 +190,7 @@ class Certificate:
         yield f"CERTIFIED: {self.claim}" if self.certified else f"NOT CERTIFIED: {wrong}"
 
     def _explained(self) -> list[Check]:
-        """Return the first check of each subject that has a counter-example; it is the smallest."""
+        """Return the first check of each subject with a counter-example: its smallest."""
         first: dict[str, Check] = {}
         for check in self.failures:
             if check.counter_example is not None:

@@ -21,6 +21,7 @@ from polydraft.certify._text_trials import greedy_trial, settings_of, texts_tria
 from polydraft.certify.chi_square import FALSE_ALARM
 from polydraft.certify.enumeration import ImproperDrawingError
 from polydraft.certify.mutants import CORRECT, STRUCTURAL, SUBTLE, WRONG_WALKS, DrawnByRank
+from polydraft.errors import first_line
 from polydraft.verify import NodeWalk, RejectionWithoutReplacement, Scheme
 
 Observer = Callable[[str, int, int], None]
@@ -36,23 +37,7 @@ _HARDEST = FALSE_ALARM / 100
 def certify(
     subjects: Sequence[Subject], sizes: Sizes = FULL, *, power: bool = True, observer: Observer = lambda *_: None
 ) -> Certificate:
-    """Run all checks of some rules.
-
-    Parameters
-    ----------
-    subjects : sequence of Subject
-        See `find_subject`.
-    sizes : Sizes
-        How much to try.
-    power : bool
-        Whether the known wrong rules go through the same checks.
-    observer : callable
-        Called with progress.
-
-    Returns
-    -------
-    Certificate
-    """
+    """Run all checks of some rules (see `find_subject`); with `power`, also run the known wrong rules through them."""
     checks: list[Check] = []
     for subject in subjects:
         checks += check_subject(subject, sizes, observer)
@@ -87,7 +72,7 @@ def _node_steps(subject: Subject) -> list[tuple[str, Step]]:
 
 
 def _tried(name: str, step: Step, subject: Subject, sizes: Sizes) -> list[Trial]:
-    """Run one step; an exception that a rule raises is a finding like any other."""
+    """Run one step; an exception that a rule raises is a finding too."""
     started = time.monotonic()
     try:
         found = step(subject, sizes)
@@ -101,12 +86,12 @@ def _tried(name: str, step: Step, subject: Subject, sizes: Sizes) -> list[Trial]
 def _raised(error: Exception) -> CounterExample:
     if isinstance(error, RuleError):
         return of_error(error)
-    line = (str(error).strip().splitlines() or [""])[0]
+    line = first_line(error)
     return CounterExample(reason=line if isinstance(error, ImproperDrawingError) else f"raised {type(error).__name__}: {line}")
 
 
 def _with_smallest(subject: Subject, trials: list[Trial], wrong: Trial) -> list[Trial]:
-    """Give the first failed trial the smallest counter-example that a search can find."""
+    """Replace the counter-example of the first failed trial by the smallest that a search finds."""
     example = wrong.counter_example
     try:
         if wrong.name == "enumeration":
@@ -119,9 +104,9 @@ def _with_smallest(subject: Subject, trials: list[Trial], wrong: Trial) -> list[
 
 
 def power_check(sizes: Sizes, observer: Observer = lambda *_: None) -> Check:
-    """Run the wrong rules, and the correct rules that they were made from, through the checks.
+    """Run the wrong rules through the checks, and the correct rules that they were made from.
 
-    Enumeration must refuse every wrong rule, samples of the fixture all but the subtle ones, texts every wrong walk; no
+    Enumeration must refuse every wrong rule, samples of the fixture all but the subtle ones, and texts every wrong walk. No
     check may refuse a correct rule.
     """
     started = time.monotonic()

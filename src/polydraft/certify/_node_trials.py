@@ -56,7 +56,7 @@ def counts_of(subject: Subject, sizes: Sizes) -> list[int]:
 
 
 def enumeration_trial(subject: Subject, sizes: Sizes) -> Trial:
-    """Sum the emitted distribution over all drawings: it must be the target's, from float64 and from float32 probabilities."""
+    """Sum the emitted distribution over all drawings; it must be the target's, from float64 and float32 probabilities."""
     worst, pairs, size, example = 0.0, 0, 0, None
     for vocabulary in sizes.vocabularies:
         for count in counts_of(subject, sizes):
@@ -87,7 +87,7 @@ def enumeration_trial(subject: Subject, sizes: Sizes) -> Trial:
 
 
 def _leaf_error(subject: Subject, sizes: Sizes) -> tuple[float, CounterExample | None]:
-    """Without children the distribution is the target's, whatever stands in for the draft's."""
+    """Check that without children the distribution is the target's, whatever the draft's is."""
     if isinstance(subject.scheme, OwnRule):
         return 0.0, None
     target_CV, draft_CV = random_cases(5, sizes.cases, seed=6)
@@ -106,7 +106,7 @@ def _leaf_error(subject: Subject, sizes: Sizes) -> tuple[float, CounterExample |
 
 
 def fixture_trials(subject: Subject, sizes: Sizes) -> list[Trial]:
-    """Sample fixture F as production does: children against the draft, tokens against the target, and both jointly."""
+    """Sample fixture F as in production: children against the draft, tokens against the target, and both together."""
     scheme, samples = subject.scheme, sizes.node_samples
     draws, tokens, joint = [], [], []
     for count in counts_of(subject, sizes):
@@ -137,7 +137,7 @@ def fixture_trials(subject: Subject, sizes: Sizes) -> list[Trial]:
 
 
 def black_box_trial(subject: Subject, sizes: Sizes) -> Trial:
-    """Sample more pairs of distributions, for a rule that does not state its distribution."""
+    """Sample further pairs of distributions, for a rule that does not state its distribution."""
     samples = sizes.node_samples // 4
     target_CV, draft_CV = random_cases(4, _BLACK_BOX_CASES, seed=17)
     p_values = []
@@ -152,7 +152,7 @@ def black_box_trial(subject: Subject, sizes: Sizes) -> Trial:
 
 
 def support_trial(subject: Subject, sizes: Sizes) -> Trial:
-    """Verify with extreme random numbers: every token must have target mass, and no distribution may be changed in place."""
+    """Verify with extreme random numbers: every token needs target mass, and distributions must not be changed in place."""
     cases = 4 * sizes.cases
     target_CV, draft_CV = (distribution_CV.float() for distribution_CV in random_cases(6, cases, seed=9))
     generator = torch.Generator().manual_seed(9)
@@ -190,7 +190,7 @@ def support_trial(subject: Subject, sizes: Sizes) -> Trial:
 
 
 def smallest_enumerated(scheme: Scheme) -> CounterExample | None:
-    """Search distributions with round numbers for one on which a rule's distribution is wrong; None if there is none."""
+    """Search round distributions for the simplest on which a rule's distribution is wrong."""
     for target_CV, draft_CV, count in _round_cases(scheme):
         try:
             found = describe(enumerate_rule(scheme, target_CV, draft_CV, count), draft_CV, count)
@@ -202,7 +202,7 @@ def smallest_enumerated(scheme: Scheme) -> CounterExample | None:
 
 
 def rounded(scheme: Scheme, example: CounterExample) -> CounterExample:
-    """Return a counter-example rounded to as few digits as still go wrong; unchanged if none do."""
+    """Round a counter-example to as few digits as possible; return it unchanged if every rounding makes the rule right."""
     if not example.target_probs or not example.drafts:
         return example
     distributions = torch.tensor([example.target_probs, example.draft_probs], dtype=torch.float64)
@@ -218,7 +218,7 @@ def rounded(scheme: Scheme, example: CounterExample) -> CounterExample:
 
 
 def smallest_sampled(scheme: Scheme) -> CounterExample | None:
-    """Search distributions with round numbers for one on which a rule's sampled tokens are wrong; None if none is found."""
+    """Search round distributions for the simplest on which a rule's sampled tokens are wrong."""
     for target_CV, draft_CV, count in _round_cases(scheme):
         chosen_C = torch.linspace(0, len(target_CV) - 1, min(_SAMPLED_PAIRS, len(target_CV))).round().long()
         for case in chosen_C.tolist():
@@ -256,7 +256,7 @@ def _round_cases(scheme: Scheme) -> Iterator[tuple[Tensor, Tensor, int]]:
 
 
 def describe(enumeration: Enumeration, draft_CV: Tensor, count: int) -> CounterExample | None:
-    """Return the worst case of an enumeration as a counter-example; None if all is well."""
+    """Return the worst case of an enumeration as a counter-example, if any is wrong."""
     improper_R, error_C = enumeration.improper_R, enumeration.error_C
     if improper_R.max() >= TOLERANCE:
         case = int(enumeration.case_R[improper_R.argmax()])
@@ -294,7 +294,7 @@ def _what_is_improper(distribution_V: Tensor) -> str:
 
 
 def of_error(error: RuleError) -> CounterExample:
-    """Return the arguments on which a function failed."""
+    """Return the arguments with which a function failed as a counter-example."""
     return CounterExample(
         reason=str(error),
         target_probs=error.target_probs.tolist(),

@@ -1,4 +1,4 @@
-"""What to certify, found by its name, how much to try on it, and a user's function as a scheme."""
+"""What can be certified, how to find it by name, how much to try, and a user's function as a scheme."""
 
 import importlib
 import inspect
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polydraft.errors import FailureError, UsageError, unknown_name
+from polydraft.errors import FailureError, UsageError, first_line, member, unknown_name
 from polydraft.sampling import NO_TOKEN
 from polydraft.verify import (
     SCHEMES,
@@ -78,7 +78,7 @@ class Draws(StrEnum):
     TOP = "top"
 
     def scheme(self) -> Scheme:
-        """Return a scheme that draws so."""
+        """Return a scheme that draws this way."""
         if self is Draws.TOP:
             return Top()
         return RejectionWithReplacement() if self is Draws.WITH_REPLACEMENT else RejectionWithoutReplacement()
@@ -92,7 +92,7 @@ class Arrays(StrEnum):
 
 
 class RuleError(FailureError):
-    """A rule that did not return what it must, with the arguments it was given."""
+    """A rule did not return what it must; with the arguments it was called with."""
 
     def __init__(self, reason: str, target_probs: Tensor, draft_probs: Tensor, children: list[int]) -> None:
         super().__init__(reason)
@@ -100,14 +100,9 @@ class RuleError(FailureError):
 
 
 class OwnRule(Scheme):
-    """A user's function as a scheme: how its children are drawn, and calls node by node.
+    """A user's function as a scheme, called node by node, and how its children are drawn.
 
-    Parameters
-    ----------
-    function : callable
-        Called with float64 probabilities that sum to one and a list of children, which may be changed at will.
-    draws : Draws
-    arrays : Arrays
+    It gets float64 probabilities that sum to one and a list of children, copies that it may change.
     """
 
     name = "own"
@@ -117,15 +112,15 @@ class OwnRule(Scheme):
         self._drawing = draws.scheme()
 
     def child_distribution(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
-        """Draw as the user says that children are drawn."""
+        """Return the distribution that the user says children are drawn from."""
         return self._drawing.child_distribution(draft_probs_RV, earlier_RJ, count)
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        """Draw as the user says that children are drawn."""
+        """Draw the way the user says children are drawn."""
         return self._drawing.draw(draft_probs_RV, uniforms_RK)
 
     def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Refuse: a black box has none."""
+        """Refuse: a black box does not state its distribution."""
         raise NotImplementedError("this rule only returns tokens, not their distribution")
 
     def _called(
@@ -148,9 +143,8 @@ class OwnRule(Scheme):
             try:
                 answers.append(accept(self._function(*distributions, list(children), *more), len(target_V)))
             except Exception as error:  # a user's function may raise anything; Ctrl-C is not an Exception
-                lines = str(error).strip().splitlines() or [""]
-                reason = lines[0] if isinstance(error, FailureError) else f"raised {type(error).__name__}: {lines[0]}"
-                raise RuleError(reason, target_V, draft_V, children) from error
+                kind = "" if isinstance(error, FailureError) else f"raised {type(error).__name__}: "
+                raise RuleError(f"{kind}{first_line(error)}", target_V, draft_V, children) from error
         return answers
 
 
@@ -158,7 +152,7 @@ class OwnDistribution(OwnRule):
     """A function `distribution(target_probs, draft_probs, children) -> probs` of the emitted token given the children."""
 
     def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Ask the function, node by node."""
+        """Call the function node by node."""
         distribution_RV = normalised(target_probs_RV).clone()
         row_S = (children_RK != NO_TOKEN).any(-1).nonzero()[:, 0]  # without children every rule emits the target's distribution
         if len(row_S):
@@ -171,7 +165,7 @@ class OwnToken(OwnRule):
     """A function `verify(target_probs, draft_probs, children, rng) -> token`: a black box that can only be sampled."""
 
     def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        """Ask the function, node by node, with random numbers of its own that follow from the first one given."""
+        """Call the function node by node, with a generator seeded by the first random number."""
         seed = int(uniforms_RU[0, 0].item() * 2**53)
         numpy = self._arrays is Arrays.NUMPY
         rng = np.random.default_rng(seed) if numpy else torch.Generator().manual_seed(seed)
@@ -200,7 +194,7 @@ def _as_token(answer: Any, vocabulary: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A rule for one node, and the walk that takes it through a tree."""
+    """A rule for one node, and the walk that applies it to a tree."""
 
     name: str
     scheme: Scheme
@@ -222,58 +216,37 @@ class Subject:
 
 
 def find_subject(name: str, draws: str | None = None, arrays: str = Arrays.TORCH) -> Subject:
-    """Find what a user names.
+    """Return what a user names.
 
-    Parameters
-    ----------
-    name : str
-        A registered scheme, a registered walk (taken with a scheme that suits it), ``scheme+walk``, or ``module:attribute``: a
-        subclass of `Scheme` or `Walk`, or a function for one node, ``distribution(target_probs, draft_probs, children) ->
-        probs`` or ``verify(target_probs, draft_probs, children, rng) -> token``.
-    draws : str, optional
-        How a function's children are drawn, see `Draws`.
-    arrays : str
-        What a function's probabilities come as, see `Arrays`.
+    A name is a registered scheme or walk (with a scheme that suits it), ``scheme+walk``, or ``module:attribute``: a subclass of
+    `Scheme` or `Walk`, or a function for one node, ``distribution(target_probs, draft_probs, children) -> probs`` or
+    ``verify(target_probs, draft_probs, children, rng) -> token``. `Draws` and `Arrays` are for functions.
     """
-    kind = _choice(Arrays, "arrays", arrays)
+    kind = member(Arrays, "arrays", arrays)
     if ":" in name and name.partition("+")[0] not in SCHEMES:
         return _own(name, draws, kind)
     if draws is not None:
         raise UsageError(f"--draws {draws} works only with your own function, module:function; {name!r} draws its own children")
-    scheme, plus, walk = name.partition("+")
-    if plus:
-        return _pair(name, SCHEMES.get(scheme)(), WALKS.get(walk).name)
-    if name in SCHEMES:
-        return _pair(name, SCHEMES.get(name)(), _NODE)
-    if name in WALKS:
-        return _pair(name, _usual_scheme(WALKS.get(name)), name)
-    raise unknown_name("scheme or walk", name, [*SCHEMES, *WALKS])
+    if "+" not in name and name not in [*SCHEMES, *WALKS]:
+        raise unknown_name("scheme or walk", name, [*SCHEMES, *WALKS])
+    scheme_name, _, walk = name.partition("+")
+    scheme = _usual_scheme(WALKS.get(name)) if name in WALKS else SCHEMES.get(scheme_name)()
+    walk = name if name in WALKS else WALKS.get(walk or _NODE).name
+    return Subject(name, scheme, resolve_walk(walk, scheme))  # which refuses a walk that cannot use the scheme
 
 
 def all_subjects() -> list[Subject]:
-    """Return every registered scheme, and every other walk with each scheme that it takes."""
+    """Return every registered scheme, and every other walk with each scheme that fits it."""
     others = [walk for walk in WALKS if walk != _NODE]
     pairs = [(scheme, walk) for walk in others for scheme in SCHEMES if WALKS.get(walk).fits(SCHEMES.get(scheme))]
     walks = [replace(find_subject(f"{scheme}+{walk}"), texts_only=True) for scheme, walk in pairs]
     return [*map(find_subject, SCHEMES), *walks]
 
 
-def _pair(name: str, scheme: Scheme, walk: str) -> Subject:
-    # A walk refuses, in its own words, a scheme that it cannot use.
-    return Subject(name, scheme, resolve_walk(walk, scheme))
-
-
 def _usual_scheme(walk: type[Walk]) -> Scheme:
-    """Return the first scheme of several children that a walk takes."""
+    """Return the first scheme of several children that fits a walk."""
     schemes = [SCHEMES.get(name) for name in SCHEMES]
     return next(scheme() for scheme in schemes if scheme.max_children != 1 and walk.fits(scheme))
-
-
-def _choice(kind: Any, option: str, value: str) -> Any:
-    allowed = [one.value for one in kind]
-    if value not in allowed:
-        raise unknown_name(option, value, allowed)
-    return kind(value)
 
 
 def _own(name: str, draws: str | None, arrays: Arrays) -> Subject:
@@ -293,7 +266,7 @@ def _own(name: str, draws: str | None, arrays: Arrays) -> Subject:
     if draws is None:
         raise UsageError(f"say how the children of {name!r} are drawn: --draws {' or '.join(list(Draws))}")
     kind = OwnDistribution if is_distribution else OwnToken
-    return Subject(name, kind(rule, _choice(Draws, "draws", draws), arrays), walk, has_distribution=is_distribution)
+    return Subject(name, kind(rule, member(Draws, "draws", draws), arrays), walk, has_distribution=is_distribution)
 
 
 def _imported(name: str) -> Any:
@@ -305,10 +278,8 @@ def _imported(name: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a module may raise anything while it is imported
-        lines = str(error).strip().splitlines() or [""]
-        raise UsageError(
-            f"cannot import module {module_name!r} ({type(error).__name__}: {lines[0]}); run from its folder, or install it"
-        ) from None
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise UsageError(f"cannot import module {module_name!r} ({why}); run from its folder, or install it") from None
     finally:
         sys.path.remove(here)
     if not hasattr(module, attribute):
@@ -334,7 +305,7 @@ def _made(name: str, rule: type) -> Scheme | Walk:
 
 
 def _tells_distribution(name: str, rule: Callable[..., Any]) -> bool:
-    """Tell a distribution from a black box by its arguments."""
+    """Distinguish a distribution from a black box by its arguments."""
     try:
         parameters = list(inspect.signature(rule).parameters.values())
     except (TypeError, ValueError):

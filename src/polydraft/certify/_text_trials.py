@@ -44,7 +44,7 @@ def generate(
 ) -> tuple[list[list[int]], float]:
     """Run rounds as `Decoder` does, with a scheme and a walk that need not be registered.
 
-    Returns the new tokens of each prompt, and how much of what was offered was accepted.
+    Returns the new tokens of each prompt, and the share of offered tokens that were accepted.
     """
     drafter = TreeDrafter(
         pair.draft, parse_tree(tree_for(subject.scheme, tree)), subject.scheme, draft_temperature=draft_temperature
@@ -63,7 +63,7 @@ def generate(
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Texts of one pair of models, many times the same prompt."""
+    """One pair of models and a prompt, from which many texts are drawn."""
 
     label: str
     pair: ModelPair
@@ -75,7 +75,7 @@ class Setting:
     """Test each text as one event, which takes few tokens; token by token otherwise."""
 
     def generate(self, subject: Subject) -> tuple[NDArray[Any], float]:
-        """Return texts [N, L], and how much of what was offered was accepted."""
+        """Return texts [N, L], and the share of offered tokens that were accepted."""
         seed = zlib.crc32(self.label.encode())  # its own: tests that share random numbers would fail together
         prompts = [list(self.pair.prompt)] * self.texts
         texts, acceptance = generate(subject, self.pair, self.tree, prompts, self.sampling, self.tokens, seed)
@@ -86,11 +86,11 @@ class Setting:
         return next_distributions(self.pair.target, list(self.pair.prompt), new_NL, self.sampling)
 
     def draft_distributions(self, new_NL: NDArray[Any]) -> NDArray[Any]:
-        """Return the draft's distributions, which only order the tokens of a test."""
+        """Return the draft's distributions, which only order the tokens in a test."""
         return next_distributions(self.pair.draft, list(self.pair.prompt), new_NL, SamplingParams())
 
     def p_values(self, tokens_NL: NDArray[Any]) -> list[float]:
-        """Test texts; a missing token, which no distribution allows, gives 0."""
+        """Test texts; a missing token, which has no probability, gives 0."""
         if (tokens_NL < 0).any():
             return [0.0]
         if self.whole:
@@ -151,7 +151,7 @@ def texts_trial(subject: Subject, sizes: Sizes, settings: list[Setting] | None =
 
 
 def _first_token(setting: Setting, tokens_NL: NDArray[Any], p_value: float) -> CounterExample:
-    """Show the worst setting by the distribution of its first token, whichever token is wrong."""
+    """Show the worst setting by its first token's distribution, whichever token is wrong."""
     distribution_V = setting.target_distributions(np.empty((1, 0), dtype=int))[0]
     shares_V = np.bincount(tokens_NL[:, 0].clip(min=0), minlength=len(distribution_V)) / len(tokens_NL)
     return CounterExample(
@@ -170,7 +170,7 @@ def prompts_of(sizes: Sizes) -> list[list[int]]:
 
 
 def greedy_trial(subject: Subject, sizes: Sizes) -> Trial:
-    """At temperature 0 texts must be the target's greedy ones, whether the draft is greedy or sampled."""
+    """At temperature 0 texts must be the target's greedy ones, with greedy and sampled drafts."""
     pair, prompts = echo_pair(), prompts_of(sizes)
     expected = [greedy_text(pair.target, prompt, sizes.greedy_tokens, GREEDY) for prompt in prompts]
     wrong, size, example = 0, 0, None

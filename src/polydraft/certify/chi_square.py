@@ -44,10 +44,9 @@ def noncentral_survival(statistic: float, freedom: int, noncentrality: float) ->
 
 
 def detectable_distance(samples: int, freedom: int, false_alarm: float, power: float = 0.99) -> float:
-    """Return the total-variation error that a test detects with probability `power` or more, whatever the error's shape.
+    """Return the total-variation error, at most 1, that a test detects with probability `power`, whatever its shape.
 
-    An error δ of a distribution p has noncentrality N Σ δ²/p ≥ N (Σ|δ|)² = 4 N TV² by Cauchy and Schwarz. The
-    result is at most 1.
+    An error δ of a distribution p has noncentrality N Σ δ²/p ≥ N (Σ|δ|)² = 4 N TV² by Cauchy and Schwarz.
     """
     limit = critical(freedom, false_alarm)
     high = limit
@@ -83,7 +82,7 @@ def chi_square_p_value(counts: NDArray[Any], distribution: NDArray[Any]) -> floa
 
 
 def token_p_value(token_R: Tensor, distribution_V: Tensor) -> float:
-    """Test single tokens against a distribution; a missing token, which no distribution has, gives 0."""
+    """Test single tokens against a distribution; a missing token, which has no probability, gives 0."""
     if not ((token_R >= 0) & (token_R < len(distribution_V))).all():
         return 0.0
     return chi_square_p_value(torch.bincount(token_R, minlength=len(distribution_V)).numpy(), distribution_V.double().numpy())
@@ -115,7 +114,7 @@ def text_p_values(
 
 
 def conditional_p_values(tokens_NL: NDArray[Any], target_distributions: Distributions) -> list[float]:
-    """Test the first token, and each later one given the likeliest beginning (by the distribution, not by the data)."""
+    """Test the first token, and each later one after the likeliest beginning by the distribution (not by the data)."""
     beginning_1T = np.empty((1, 0), dtype=int)
     p_values = []
     for position in range(tokens_NL.shape[1]):
@@ -130,13 +129,13 @@ def conditional_p_values(tokens_NL: NDArray[Any], target_distributions: Distribu
 def transformed_p_values(
     tokens_NL: NDArray[Any], target_distributions: Distributions, draft_distributions: Distributions
 ) -> list[float]:
-    """Test every token given its own beginning, whatever that is, by the probability integral transform.
+    """Test every token given its own beginning, by the probability integral transform.
 
-    Lay each token's distribution out on [0, 1] in some order and take a random point of the emitted token's stretch: if the
-    distribution is right these points are independent and uniform, over all rows. Errors must push mass in one direction to
-    show, so there are two orders: by target probability (a wrong context makes likely tokens rare) and by its ratio to the
-    draft's (a wrong verification leaves too much or too little of the draft). Each position is tested alone, for errors of one
-    depth, and all together, for small errors of every node.
+    Lay each token's distribution out on [0, 1] in some order and take a random point of the emitted token's interval: if the
+    distribution is right these points are independent and uniform over all rows. Errors show only if they push mass in one
+    direction, so there are two orders: by target probability (a wrong context makes likely tokens rare) and by its ratio to the
+    draft's (a wrong verification leaves too much or too little of the draft). Each position is tested alone, for errors at one
+    depth, and all together, for small errors at every node.
     """
     random = np.random.default_rng(0)
     rows = np.arange(len(tokens_NL))
@@ -167,7 +166,7 @@ def joint_p_value(tokens_NL: NDArray[Any], target_distributions: Distributions) 
 
 
 def joint_distribution(target_distributions: Distributions, length: int) -> NDArray[Any]:
-    """Return the probability of every text of `length` tokens; the last token counts fastest."""
+    """Return the probability of every text of `length` tokens, the last token varying fastest."""
     chance_X = np.ones(1)
     beginnings_XT = np.empty((1, 0), dtype=int)
     for _ in range(length):

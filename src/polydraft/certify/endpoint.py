@@ -36,21 +36,21 @@ class Endpoint:
 
     @property
     def address(self) -> str:
-        """The full address that is asked."""
+        """The full address for requests."""
         base = self.url.rstrip("/")
         if base.endswith(_COMPLETIONS):
             return base
         return (base if base.endswith("/v1") else f"{base}/v1") + (_CHAT if self.chat else _COMPLETIONS)
 
     def complete(self, prompt: str | list[Mapping[str, Any]], max_tokens: int) -> str:
-        """Return the greedy text that follows a prompt, or with `chat` the messages of a conversation.
+        """Return the greedy text that follows a prompt or, with `chat`, the messages of a conversation.
 
         Raises
         ------
         UsageError
-            If messages are to go where texts go.
+            If messages are given without `chat`.
         FailureError
-            If there is no answer, or none that can be used.
+            If there is no answer, or not a usable one.
         """
         asked: dict[str, Any] = {"model": self.model, "max_tokens": max_tokens, "temperature": 0, "stream": False}
         if not isinstance(prompt, str) and not self.chat:

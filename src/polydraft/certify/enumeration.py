@@ -1,6 +1,6 @@
-"""One node: distributions to try a rule on, what it emits summed over all draws, and samples as production draws them.
+"""One node: distributions to try a rule on, its emitted distribution by enumeration, and samples drawn as in production.
 
-Enumeration is exact, without samples and without false alarms.
+Enumeration is exact: it needs no samples and raises no false alarms.
 """
 
 from dataclasses import dataclass
@@ -34,12 +34,12 @@ class ImproperDrawingError(FailureError):
 
 
 def largest_count(scheme: Scheme | type[Scheme], wanted: int) -> int:
-    """Return how many children to ask a scheme for: as many as wanted, or as it can draw."""
+    """Return how many children to ask a scheme for: `wanted`, or as many as it can draw."""
     return wanted if scheme.max_children is None else min(wanted, scheme.max_children)
 
 
 def tree_for(scheme: Scheme | type[Scheme], wanted: str) -> str:
-    """Return the wanted tree, or a chain as deep where the scheme takes fewer children."""
+    """Return the wanted tree, or a chain of its depth if the scheme takes fewer children."""
     limit, topology = scheme.max_children, parse_tree(wanted)
     return wanted if limit is None or topology.max_children <= limit else f"chain:{topology.depth}"
 
@@ -98,9 +98,9 @@ class Enumeration:
 
     @property
     def improper_R(self) -> Tensor:
-        """How far a single distribution is from being one: negative, or not summing to one; infinite where it is not a number.
+        """Errors of single distributions, negative or not summing to one; infinite where not a number.
 
-        Drawings less likely than the tolerance are left out: float64 may not tell them from impossible ones.
+        Drawings less likely than the tolerance are left out: float64 may not distinguish them from impossible ones.
         """
         off_R = torch.maximum((self.distribution_RV.sum(-1) - 1).abs(), -self.distribution_RV.amin(-1)).nan_to_num(
             nan=torch.inf
@@ -111,7 +111,7 @@ class Enumeration:
 def enumerate_rule(
     scheme: Scheme, target_probs_CV: Tensor, draft_probs_CV: Tensor, count: int, missing: int = 0
 ) -> Enumeration:
-    """Enumerate all drawings of `count` children; `missing` appends columns without a child, as in a sparse tree."""
+    """Enumerate all drawings of `count` children; `missing` adds columns without a child, as in a sparse tree."""
     case_R, children_RK, chance_R = drawings(scheme, draft_probs_CV, count)
     children_RK = torch.nn.functional.pad(children_RK, (0, missing), value=NO_TOKEN)
     distribution_RV = scheme.distribution(target_probs_CV[case_R], draft_probs_CV[case_R], children_RK)
@@ -128,7 +128,7 @@ def enumerate_rule(
 def sample_node(
     scheme: Scheme, target_V: Tensor, draft_V: Tensor, count: int, seed: int, samples: int = FIXTURE_SAMPLES
 ) -> tuple[Tensor, Tensor]:
-    """Draw children_RK and verify them to token_R, as production does, many times."""
+    """Draw children_RK and verify them to token_R many times, as in production."""
     generator = torch.Generator().manual_seed(seed)
     uniforms_RU = torch.rand(samples, count + scheme.verify_uniforms, generator=generator, dtype=torch.float64)
     draft_RV = draft_V.float().repeat(samples, 1)

@@ -34,7 +34,7 @@ _SHOWN = 40
 
 
 class Likeness(StrEnum):
-    """How a greedy text compares with the baseline's."""
+    """How a greedy text compares with the expected one."""
 
     IDENTICAL = "identical"
     NEAR_TIE = "near-tie"
@@ -101,7 +101,7 @@ class GreedyReference:
 
     @torch.inference_mode()
     def continued(self, text: list[int], count: int) -> list[int]:
-        """Return up to `count` more tokens, an end-of-text token included."""
+        """Return up to `count` more tokens, including an end-of-text token."""
         new: list[int] = []
         unread, cache = text, None
         while len(new) < count:
@@ -142,13 +142,13 @@ class GreedyReference:
 
 @dataclass(frozen=True)
 class TextJudge:
-    """Follow a text along the target's tokens; where it diverges, find by the target's logits which token was emitted."""
+    """Compares a text along the target's tokens; where they differ, finds the emitted token by the target's logits."""
 
     reference: GreedyReference
     tokenizer: Any
 
     def judge(self, prompt: list[int], got: str, limit: int) -> Judgement:
-        """Say how `got` compares with the target's greedy text of at most `limit` tokens."""
+        """Compare a text with the target's greedy one of at most `limit` tokens."""
         ties, new = 0, list[int]()
         got = _finished(got)
         while True:
@@ -166,9 +166,9 @@ class TextJudge:
         return Judgement(likeness=Likeness.NEAR_TIE if ties else Likeness.IDENTICAL, near_ties=ties)
 
     def _tie(self, prompt: list[int], new: list[int], expected: list[int], got: str) -> list[int] | None:
-        """Return the new tokens up to a near-tie by which `got` parts from the expected ones; None if there is none.
+        """Return the new tokens up to a near-tie by which `got` differs from the expected ones; None if there is none.
 
-        It parts at the last of these, or before: a token that only begins a character agrees with any text.
+        That is the last of these or an earlier one, since a token that only begins a character agrees with any text.
         """
         for place in range(len(expected) - 1, -1, -1):
             context = new + expected[:place]
@@ -182,13 +182,13 @@ class TextJudge:
         return None
 
     def _text(self, prompt: list[int], new: list[int]) -> str:
-        """Return the text of new tokens, as it reads after the prompt."""
+        """Return the text of new tokens as it appears after the prompt."""
         before = self.tokenizer.decode(prompt, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         whole = self.tokenizer.decode(prompt + new, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return _finished(whole[len(before) :])
 
     def _agreeing(self, prompt: list[int], new: list[int], expected: list[int], got: str) -> int:
-        """Count the expected tokens that `got` begins with; an end of text where `got` goes on is none of them."""
+        """Count the expected tokens that `got` begins with, without an end of text after which `got` continues."""
         for count in range(1, len(expected) + 1):
             ends = expected[count - 1] in self.reference.eos_token_ids
             if ends or not got.startswith(self._text(prompt, new + expected[:count])):
@@ -196,7 +196,7 @@ class TextJudge:
         return len(expected)
 
     def _emitted(self, prompt: list[int], context: list[int], got: str, instead_of: int) -> int | None:
-        """Return the likeliest token, other than the expected one, with which the text continues as `got` does."""
+        """Return the likeliest token, other than the expected one, with which the text continues like `got`."""
         done = self._text(prompt, context)
         logits_V = next_logits(self.reference.target, prompt + context)
         for token in logits_V.topk(min(_WATCHED, len(logits_V))).indices.tolist():
@@ -226,7 +226,7 @@ class TextJudge:
 
 
 def _finished(text: str) -> str:
-    """Drop an incomplete character at the end, which the next token would finish."""
+    """Drop an incomplete character at the end."""
     return text.rstrip(_UNFINISHED)
 
 
@@ -238,25 +238,10 @@ def certify_decoder(
     chat: bool = True,
     observer: Observer = lambda *_: None,
 ) -> Certificate:
-    """Compare a decoder's greedy texts with the target's own.
+    """Compare a decoder's greedy texts with its target's own, a Hugging Face model's.
 
-    Parameters
-    ----------
-    decoder : Decoder
-        Of a Hugging Face target.
-    prompts : sequence of Prompt
-        See `polydraft.prompts.load_prompts`.
-    max_new_tokens : int
-        Most tokens of each text.
-    chat : bool
-        Whether prompts go into the chat template.
-    observer : callable
-        Called with progress.
-
-    Returns
-    -------
-    Certificate
-        With one check, `greedy`. After a near-tie, the rest of a text is compared with what the target writes after that token.
+    The certificate has one check, `greedy`. After a near-tie, the rest of a text is compared with the target's continuation of
+    it. `chat` puts prompts into the chat template.
     """
     reference, encoded = _reference(decoder, prompts, chat, max_new_tokens)
     settings: dict[str, Any] = {}
@@ -281,13 +266,7 @@ def certify_endpoint(
 ) -> Certificate:
     """Compare the text that an endpoint returns at temperature 0 with the target's own greedy text.
 
-    Parameters
-    ----------
-    endpoint : Endpoint
-    target : Decoder
-        Of the model that the endpoint is said to serve; gives tokens and logits, drafts nothing.
-    prompts, max_new_tokens, observer
-        As for `certify_decoder`.
+    `target` is a decoder of the model that the endpoint is said to serve; only its tokens and logits are used.
     """
     reference, encoded = _reference(target, prompts, endpoint.chat, max_new_tokens)
     judge = TextJudge(reference, target.tokenizer)
@@ -299,7 +278,7 @@ def certify_endpoint(
 
 
 def _used(decoder: Decoder, settings: dict[str, Any]) -> str:
-    """Say what drafted and verified; at temperature 0 that need not be the scheme that was asked for."""
+    """Name the draft, tree, scheme and walk that were used; at temperature 0 the scheme may differ from the one given."""
     if not settings.get("scheme"):
         return "no drafts"
     draft = getattr(decoder.drafter.model, "name", decoder.drafter.name)

@@ -1,4 +1,4 @@
-"""Wrong verification rules and walks: mistakes that someone has made, or could make."""
+"""Wrong verification rules and walks: mistakes that were made, or could be."""
 
 import dataclasses
 
@@ -124,19 +124,19 @@ class ResidualNotTaken(Rejection):
 
 
 class DraftAtAnotherTemperature(Rejection):
-    """Test against a draft distribution of another temperature than was drawn from."""
+    """Test against the draft's distribution at another temperature than the children were drawn at."""
 
     draft_temperature = 1.1
 
 
 class EpsilonInDenominator(Rejection):
-    """Keep a ratio from dividing by zero."""
+    """Add an epsilon to a denominator, to avoid dividing by zero."""
 
     epsilon = 1e-3
 
 
 class AcceptedWithoutTargetMass(Rejection):
-    """Keep a probability from being zero."""
+    """Clamp the target's probability above zero."""
 
     least_target = 1e-3
 
@@ -176,7 +176,7 @@ class GreedyTestedAgainstDraft(TopAndOne):
 
 
 class DrawnByRank(RejectionWithoutReplacement):
-    """Draw the likeliest children while the distribution says sampled ones."""
+    """Draw the likeliest children while the distribution says that they are sampled."""
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         return draft_probs_RV.topk(uniforms_RK.shape[1], dim=1).indices
@@ -249,7 +249,7 @@ class HybridWithoutHandover(Hybrid):
 
 
 class HybridRacingAll(Hybrid):
-    """Take certain children for draws from the whole distribution."""
+    """Treat certain children as draws from the whole distribution."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
         return Race().contest(target_probs_RV, draft_probs_RV, children_RK)

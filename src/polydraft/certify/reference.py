@@ -1,4 +1,4 @@
-"""Pairs of models with known distributions, and the distributions that their texts must follow, computed apart in numpy."""
+"""Pairs of models with known distributions, and the distributions of their texts, computed independently in numpy."""
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -27,9 +27,9 @@ class ModelPair:
 
 
 def echoing_model(seed: int) -> TabularModel:
-    """Make a random table that likes to repeat its context, so that penalties have something to do.
+    """Make a random table that tends to repeat its context, so that penalties matter.
 
-    It looks three tokens back: drafting starts from two known ones, so only a third shows errors in a draft's memory.
+    It depends on three tokens: drafting starts from two known ones, so only a third shows errors in a draft's cache.
     """
     generator = torch.Generator().manual_seed(seed)
     table_XXXV = _SHARPNESS * torch.randn([ECHO_VOCABULARY] * 4, generator=generator)
@@ -50,7 +50,7 @@ def echo_pair() -> ModelPair:
 
 @cache
 def fixture_pair() -> ModelPair:
-    """Fixture F at every node: small effects of wrong verification show here first."""
+    """Fixture F at every node, where wrong verification shows first."""
     models = [TabularModel(distribution_V.log().repeat(4, 1)) for distribution_V in (FIXTURE_TARGET_V, FIXTURE_DRAFT_V)]
     return ModelPair(models[0], models[1], (0, 0))
 
@@ -76,7 +76,7 @@ def joined(prompt: list[int], new_NL: NDArray[Any]) -> NDArray[Any]:
 def sampled_distributions(
     scores_NV: NDArray[Any], text_NT: NDArray[Any], new_NL: NDArray[Any], params: SamplingParams
 ) -> NDArray[Any]:
-    """Return what sampling makes of a model's logits after whole texts, in the order of Hugging Face `generate`."""
+    """Return the sampling distributions for logits after whole texts, with steps in the order of Hugging Face `generate`."""
     scores_NV = scores_NV.copy()
     for token, bias in params.logit_bias.items():
         scores_NV[:, token] += bias
