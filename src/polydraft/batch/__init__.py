@@ -1,1 +1,1 @@
-"""Generation for a whole file of prompts: `rows` in, `runner` through one lane of the server, `results` out, in order."""
+"""Generation for a whole file of prompts: `files` reads and writes, `runner` generates, `sharing` uses Ray."""

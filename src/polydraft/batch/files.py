@@ -1,4 +1,4 @@
-"""The options and the two files of a batch: prompts, read row by row, and results, which can be resumed wherever they end."""
+"""Options and files of a batch: prompts, read row by row, and results, which can be resumed wherever they end."""
 
 import gzip
 import hashlib
@@ -59,7 +59,7 @@ class WorkerOptions:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the file: its number, counted from 1, and its record, or why it cannot be used."""
+    """A line of the file: its number, counted from 1, and its record, or what is wrong with it."""
 
     number: int
     record: Mapping[str, Any]
@@ -67,16 +67,10 @@ class Row:
 
 
 class PromptFile:
-    """A file of prompts, read a line at a time: JSON lines in any format of `polydraft.prompts`, or plain text.
+    """A file of prompts, possibly gzipped, read line by line: JSON lines in any format of `polydraft.prompts`, or plain text.
 
-    A record with `messages` is a conversation. Empty lines are counted, but are not rows.
-
-    Parameters
-    ----------
-    path : Path
-        Possibly gzipped.
-    max_row_bytes : int
-        Longer lines are bad rows, and are never in memory as a whole.
+    A record with `messages` is a conversation. Empty lines are counted, but are not rows. Lines longer than `max_row_bytes` are
+    bad rows, and are never in memory as a whole.
     """
 
     def __init__(self, path: Path, max_row_bytes: int) -> None:
@@ -173,7 +167,7 @@ class Totals:
 
 
 class Results:
-    """Results that are dropped, in tensor-parallel followers: the leader writes them."""
+    """Results that are not written: those of tensor-parallel followers, as the leader writes them."""
 
     def __init__(self) -> None:
         self.totals = Totals()
@@ -188,15 +182,9 @@ class Results:
 
 
 class ResultFile(Results):
-    """Results as JSON lines.
+    """Results as JSON lines, and the settings they depend on in a file beside them.
 
-    Parameters
-    ----------
-    path : Path
-    settings : mapping
-        What results depend on. They are kept next to the file; a resumed run must have the same.
-    resume : bool
-        Continue after the last complete line.
+    A resumed run continues after the last complete line, and must have the same settings.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], *, resume: bool) -> None:
@@ -226,7 +214,7 @@ class ResultFile(Results):
             raise
 
     def _lock(self) -> None:
-        """Refuse a file that another process writes to; the lock ends with its process."""
+        """Refuse a file that another process writes to; the lock ends with that process."""
         with suppress(ImportError):  # not on every system
             import fcntl
 
@@ -236,7 +224,7 @@ class ResultFile(Results):
                 raise UsageError(f"another process is writing to {self.path}; wait for it, or choose another --out") from None
 
     def _read(self) -> int:
-        """Count the results that are there; return how many bytes they take, without an incomplete last line."""
+        """Count the results in the file; return their size in bytes, without an incomplete last line."""
         length = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):

@@ -24,7 +24,7 @@ Observer = Callable[[int, Totals], None]
 
 @dataclass(frozen=True, kw_only=True)
 class BatchTask:
-    """What to generate for every row."""
+    """What to generate for each row."""
 
     sampling: SamplingParams
     max_new_tokens: int
@@ -37,18 +37,7 @@ class BatchTask:
 def run_batch(
     decoder: Decoder, prompts: PromptFile, results: Results, task: BatchTask, options: BatchOptions, observer: Observer
 ) -> Totals:
-    """Generate text for all rows after the last one that has a result.
-
-    Parameters
-    ----------
-    decoder : Decoder
-    prompts : PromptFile
-    results : Results
-    task : BatchTask
-    options : BatchOptions
-    observer : callable
-        For progress.
-    """
+    """Generate text for all rows after the last one that has a result; the observer is for progress."""
     return write_all(generate_rows(decoder, prompts.rows(results.last), task, options), results, observer)
 
 
@@ -65,7 +54,7 @@ def write_all(groups: Iterable[list[dict[str, Any]]], results: Results, observer
 def generate_rows(
     decoder: Decoder, wanted: Iterable[Row], task: BatchTask, options: BatchOptions
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the results of rows in their order, some at a time."""
+    """Yield the results of rows, some at a time, in the order of the rows."""
     check_params(task.sampling, decoder.target.vocab_size)
     slot_tokens = min(options.slot_tokens, decoder.target.max_positions or options.slot_tokens)
     lane = Lane(decoder, LaneOptions(slots=options.slots, slot_tokens=slot_tokens, chunk_tokens=options.chunk_tokens))
@@ -99,7 +88,7 @@ def generate_rows(
 
 
 def _sequence(decoder: Decoder, row: Row, task: BatchTask, slot_tokens: int) -> TokenSequence:
-    """Return the sequence of a row; its seed is its own, so its text does not depend on other rows."""
+    """Return the sequence of a row, with its own seed, so that its text does not depend on other rows."""
     if row.error is not None:
         raise UsageError(row.error)
     prompt = decoder.encode(prompt_of(row.record, "it").content, chat=not task.raw)

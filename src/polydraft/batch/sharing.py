@@ -25,16 +25,7 @@ _MOST_SHARES = 4096
 
 
 class Worker:
-    """A worker with a copy of the model, which takes one share after the other.
-
-    Parameters
-    ----------
-    loading : mapping
-        Arguments of `LoadOptions`.
-    task : BatchTask
-    options : BatchOptions
-    threads : int
-    """
+    """A worker with its own copy of the model, which takes shares one after the other."""
 
     def __init__(self, loading: Mapping[str, Any], task: BatchTask, options: BatchOptions, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -42,7 +33,7 @@ class Worker:
         self._task, self._options = task, options
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the results of the one share of a batch."""
+        """Return the results of the batch's one share."""
         rows = pickle.loads(batch["rows"][0])  # our own, of a moment ago
         found = [one for group in generate_rows(self._decoder, rows, self._task, self._options) for one in group]
         return {"results": np.array([json.dumps(found)], dtype=object)}

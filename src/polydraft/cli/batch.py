@@ -82,11 +82,11 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
 
 
 def _unseen(*_: object) -> None:
-    """Show no progress."""
+    """Do not show progress."""
 
 
 def _by_ray(choices: Choices, workers: WorkerOptions) -> Callable[..., Any]:
-    """Return what runs a batch on a cluster."""
+    """Return a function that runs a batch on a cluster."""
     try:
         from polydraft.batch.sharing import run_by_ray
     except ImportError as error:
@@ -101,7 +101,7 @@ def _pace(totals: Any) -> str:
 
 
 def _bad_rows(out: Path) -> str:
-    """Name the first few."""
+    """List the first few bad rows."""
     numbers = []
     with out.open(encoding="utf-8") as file:
         for line in file:

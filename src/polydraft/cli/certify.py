@@ -94,7 +94,7 @@ def _endpoint(as_json: bool, source: str, limit: int, max_new_tokens: int, **opt
 
 
 class _Certify(click.Command):
-    """A command that takes names; if the first one is a subcommand, that runs instead."""
+    """A command that takes names, unless the first one is a subcommand."""
 
     others: ClassVar[dict[str, click.Command]] = {"decoder": _decoder, "endpoint": _endpoint}
 

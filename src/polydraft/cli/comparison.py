@@ -1,4 +1,4 @@
-"""`--compare`: Hugging Face `generate`, plain decoding and the drafted text in one run, and why drafting pays here or not."""
+"""`--compare`: Hugging Face `generate`, plain decoding and drafts in one run, and whether drafting pays here."""
 
 import dataclasses
 import time
@@ -68,7 +68,7 @@ def _short(task: "Task", decoder: Decoder) -> dict[str, Any]:
 
 
 def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | None:
-    """Time Hugging Face `generate` on the target; None where it cannot generate the same text."""
+    """Time Hugging Face `generate` on the target; None if it cannot generate the same text."""
     target, params = decoder.target, task.params
     others = dataclasses.replace(SamplingParams(), **{name: getattr(params, name) for name in SAMPLING_NAMES})
     if not isinstance(target, HFModel) or target.int8 or target.spread is not None or others != params:
@@ -128,7 +128,7 @@ def hugging_face_text(
 
 
 def drafting_always(decoder: Decoder) -> Decoder | None:
-    """Return the same decoder with drafts in every round, if its dynamic tree may pause; otherwise None."""
+    """Return the decoder with drafts in every round, if its dynamic tree may pause; else None."""
     drafter = decoder.drafter
     if not isinstance(drafter, TreeDrafter) or not drafter.dynamic:
         return None
@@ -144,7 +144,7 @@ def draft_name(decoder: Decoder) -> str:
 
 
 def tree_name(decoder: Decoder) -> str:
-    """Name the tree, or both trees if single greedy texts have one of their own."""
+    """Name the tree, or both if single greedy texts have another one."""
     drafter = decoder.drafter
     if isinstance(drafter, TreeDrafter) and drafter.greedy is not None:
         return f"{drafter.greedy}/{drafter.topology}"
@@ -185,7 +185,7 @@ def _offered(stats: Stats) -> int:
 
 
 def break_even_line(plain: Stats, drafted: Stats) -> str:
-    """Say what a round with drafts costs here, and how many tokens it must yield to pay; or that few rounds had drafts."""
+    """Say what a round with drafts costs here and how many tokens make it pay, or that few rounds had drafts."""
     if rested(drafted):
         return (
             f"{_offered(drafted)} of {drafted.rounds} rounds had drafts; for the others there was nothing to propose, or "
@@ -206,7 +206,7 @@ def break_even_line(plain: Stats, drafted: Stats) -> str:
 
 
 def _exact(target: Any) -> bool:
-    """Whether a token has the same logits in a tree as alone, up to float32 rounding."""
+    """Whether a token's logits are the same in a tree as alone, up to float32 rounding."""
     same_bits = getattr(target, "native", None) is not None or getattr(target, "invariant", False)
     return same_bits or getattr(target, "dtype", None) is torch.float32
 
@@ -223,7 +223,7 @@ def _state_identity(baseline: Generation, result: Generation, console: Any, exac
 
 
 def _state_likeness(theirs: list[int], ours: list[int], console: Any) -> None:
-    """Say whether Hugging Face gave the same text; its kernels round differently, so near-ties may be decided differently."""
+    """Say whether Hugging Face gave the same text; its kernels round differently, which may decide near-ties."""
     if theirs == ours:
         console.print(f"{HUGGING_FACE} gives the same text")
     else:

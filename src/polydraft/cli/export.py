@@ -64,7 +64,7 @@ def head(
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `out` at the end of the block; fail at once if nothing can be written."""
+    """Yield a temporary folder that becomes `out` at the end of the block; fail early if it cannot be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(out) as partial:
@@ -75,7 +75,7 @@ def _new_folder(out: Path) -> Iterator[Path]:
 
 
 def _trained_for(folder: str) -> str:
-    """Return the target that a head says it was trained for."""
+    """Return the target that a head was trained for."""
     from polydraft.models.bundled import SHIPPED_DRAFTS
 
     try:

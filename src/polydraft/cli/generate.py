@@ -324,7 +324,7 @@ _NOT_FOR_BEAMS = {
 
 
 def _refuse_what_does_not_apply(choices: Choices) -> None:
-    """Refuse options that only single texts have."""
+    """Refuse options that are only for single texts."""
     for name, why in _NOT_FOR_BEAMS.items():
         value, default = getattr(choices, name), Choices.__dataclass_fields__[name].default
         if value != default and (name, value) != ("drafter", "model"):

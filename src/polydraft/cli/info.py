@@ -1,4 +1,4 @@
-"""`polydraft info`: what is installed; of a target, what it is, who drafts for it, and what would make it faster."""
+"""`polydraft info`: what is installed or, for a target, how it runs, what drafts for it, and what would make it faster."""
 
 import dataclasses
 import importlib.metadata
@@ -57,7 +57,7 @@ def command(target: str | None, device: str, dtype: str, threads: int | None, as
 
 
 def _target_facts(options: LoadOptions) -> dict[str, Any]:
-    """Return what is known of a target before its weights are read."""
+    """Return the facts about a target that do not need its weights."""
     from polydraft.automatic import choose, free_bytes
     from polydraft.devices import is_host
     from polydraft.models.outline import outline
@@ -95,7 +95,7 @@ def _target_facts(options: LoadOptions) -> dict[str, Any]:
 
 
 def _runs_by(model: "Outline") -> str:
-    """Say whose code runs a model."""
+    """Say which code runs a model."""
     from polydraft.devices import is_host
     from polydraft.models import FAMILIES
     from polydraft.models.loading import PACKAGES
@@ -114,7 +114,7 @@ def _runs_by(model: "Outline") -> str:
 
 
 def _drafts(options: LoadOptions, model: "Outline", choice: "Choice | None", fits: bool | None) -> dict[str, Any]:
-    """Return which draft was found, and what ``draft="auto"`` does, with the reason."""
+    """Return the known draft, and what ``draft="auto"`` does, with the reason."""
     from polydraft.defaults import NONE, SHIPPED_DRAFT, default_draft
     from polydraft.loading import resolved
     from polydraft.models.heads.known import shipped_layers
@@ -169,7 +169,7 @@ def _ways(model: "Outline", choice: "Choice | None", fits: bool | None, layers: 
 
 
 def _told(facts: dict[str, Any], width: int) -> Iterator[str]:
-    """Yield the lines for people to read."""
+    """Yield the lines of the readable form."""
 
     def row(name: str, words: str, size: int = 9) -> str:
         return textwrap.fill(words, width, initial_indent=f"  {name:<{size}} ", subsequent_indent=" " * (size + 3))
@@ -206,7 +206,7 @@ def _told(facts: dict[str, Any], width: int) -> Iterator[str]:
 
 
 def _memory(facts: dict[str, Any]) -> str:
-    """Say what a model takes of the memory that is free."""
+    """Say how much memory a model takes of what is free."""
     needed, free = facts["bytes"].get(facts["dtype"]), facts["free bytes"]
     size = "an unknown amount" if needed is None else f"{needed / 1e9:.1f} GB"
     if free is None:
@@ -270,7 +270,7 @@ def _facts(options: LoadOptions) -> dict[str, Any]:
 
 
 def _drafting(pair: "Pair", place: LoadOptions) -> str:
-    """Say what "auto" means here for a pair: its draft, its drafter, its tree."""
+    """Describe what "auto" means here for a pair: draft, drafter, tree."""
     from polydraft.loading import resolved
     from polydraft.models.bundled import BUNDLED
 

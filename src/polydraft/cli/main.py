@@ -116,7 +116,7 @@ class _Terminated(BaseException):
 def _leaving_in_order() -> Iterator[None]:
     """Turn the first SIGTERM into an exception, so that half-written files are removed; a second one ends the process at once.
 
-    Commands that handle the signal themselves, as servers do, replace this handler.
+    Commands that handle the signal themselves, such as servers, replace this handler.
     """
 
     def leave(*_: object) -> None:
@@ -134,7 +134,7 @@ def _leaving_in_order() -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Redirect standard output if it is broken: flushing it at exit would fail again."""
+    """Redirect broken standard output, since flushing it at exit would fail again."""
     with suppress(OSError):
         sys.stdout.flush()
         return

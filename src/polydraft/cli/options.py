@@ -43,7 +43,7 @@ prompts_option = click.option(
 
 
 class GroupedOption(click.Option):
-    """An option that help lists below a heading."""
+    """An option that help lists under a heading."""
 
     def __init__(self, *names: Any, heading: str, **arguments: Any) -> None:
         super().__init__(*names, **arguments)
@@ -51,7 +51,7 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists what most people need first, and everything else below headings."""
+    """A command whose help lists first what most people need, and the rest under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, one section per heading."""
@@ -103,7 +103,7 @@ class _Settings(GroupedOption):
 
 
 def _entry(field: Option) -> str:
-    """Show how a field is set."""
+    """Show how to set a field."""
     kinds = {bool: "no" if field.name.startswith("no_") else "yes|no", int: "INTEGER", float: "FLOAT"}
     return f"{field.short}={kinds.get(field.kind, 'TEXT')}"
 
@@ -134,7 +134,7 @@ def settings_of(*kinds: type[Any], only: Collection[str]) -> Decorator:
 
 
 def with_options(options: Sequence[Decorator]) -> Decorator:
-    """Return a decorator that adds options to a command, in the order of the list."""
+    """Return a decorator that adds options to a command, in this order."""
 
     def decorate(command: Any) -> Any:
         for option in reversed(options):
@@ -186,7 +186,7 @@ def _arguments(option: Option) -> dict[str, Any]:
 
 
 def taken(kind: type[Kind], options: dict[str, Any]) -> Kind:
-    """Take a dataclass's fields out of a command's options."""
+    """Remove a dataclass's fields from a command's options, and return the dataclass."""
     assert dataclasses.is_dataclass(kind)
     return kind(**{field.name: options.pop(field.name) for field in dataclasses.fields(kind)})
 
@@ -239,7 +239,7 @@ class Loading(LoadOptions, NgramOptions, Threads):
         )
 
     def for_others(self, who: str) -> dict[str, Any]:
-        """Return the options that processes on a cluster load by; refuse those that are not passed on."""
+        """Return the options that processes on a cluster load with; refuse those that are not passed on."""
         for option in options_in(NgramOptions):
             if getattr(self, option.name) != option.default:
                 flag = f"--set {option.name.removeprefix('no_')}" if option.name in _EXPERT else f"--{option.name}"
@@ -300,7 +300,7 @@ class Choices(Loading, Request, Sampling):
 
 
 def _asked(name: str, value: Any) -> Any:
-    """Mark a value as a default if the user did not give it: the model's generation config may replace defaults."""
+    """Mark a value that the user did not give, which the model's generation config may replace."""
     from polydraft.sampling.params import Usual, UsualCount
 
     context = click.get_current_context(silent=True)
@@ -333,7 +333,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def prepare(threads: int | None) -> None:
-    """Set the threads, log what takes long to standard error, and silence the loggers of other libraries."""
+    """Set the threads, log slow steps to standard error, and silence other libraries' loggers."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 

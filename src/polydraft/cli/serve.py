@@ -109,7 +109,7 @@ def _logging_errors() -> Iterator[None]:
 
 @contextmanager
 def _needing(who: str, extra: str) -> Iterator[None]:
-    """Say which packages are missing."""
+    """Name missing packages."""
     try:
         yield
     except ImportError as error:

@@ -42,7 +42,7 @@ def read_all() -> str:
 
 
 def read_line() -> str | None:
-    """Return the next line, or None at the end. A line that cannot be decoded does not affect those before it."""
+    """Return the next line, or None at the end. A line that cannot be decoded does not affect earlier ones."""
     source = standard_input()
     if not hasattr(source, "buffer"):
         return source.readline() or None
@@ -105,7 +105,7 @@ class PhaseProgress:
 def announce_start() -> None:
     """Say that a command has started, because importing torch takes seconds, and log which models it loads.
 
-    If torch is imported already, the command runs inside another program, and this does nothing.
+    If torch is imported already, the command runs inside another program, and nothing is printed.
     """
     if "torch" not in sys.modules:
         click.echo("loading torch and transformers ...", err=True)

@@ -104,7 +104,7 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
 
 
 def _place(device: str, dtype: str, threads: int | None) -> "tuple[torch.device, torch.dtype]":
-    """Arrange the machine, and say where and in which precision models are to be."""
+    """Set up the machine; return the models' device and dtype."""
     from polydraft.models.placement import resolve_device, resolve_dtype
 
     prepare(threads)

@@ -1,6 +1,6 @@
-"""What only a paper needs, out of the way of what everybody runs: each behind a flag of its own.
+"""What only a paper needs, out of the way of the main path, each behind its own flag.
 
-Importing this registers all of it, with the registries of `polydraft.draft`.
+Importing this registers all of it in the registries of `polydraft.draft`.
 """
 
 from polydraft.papers import branches, decision, flat_blocks, target_init

@@ -27,14 +27,14 @@ from polydraft.trees import DraftTree
 class Branches(Riders):
     """Branches of a batch, on the device; X is branches, P tokens along a branch.
 
-    Each branch token sees the text, the pending token included, and its own branch before it. The target's best token after
-    every prefix of a branch is a draft; branches grow by the last one, and beyond their length drop their first token. All
-    of it depends on the past only. The tensors keep their size and address, so that rounds can be captured: tokens that a
-    branch does not have yet are missing nodes.
+    Each branch token sees the text, the pending token included, and the earlier tokens of its branch. The target's best token
+    after every prefix of a branch is a draft; a branch grows by the last one, and drops its first token at full length. All of
+    it depends only on the past. The tensors keep their size and address, so that rounds can be captured: tokens that a branch
+    does not have yet are missing nodes.
 
     Deviations from [1]: a branch begins with one random token, not several. Drafts are the target's best tokens at any
-    temperature, because drawn ones only make the cache noisier, and branches teach before they are full; not so those of
-    `DrawnBranches`.
+    temperature, because drawn ones only make the cache noisier, and branches teach before they are full. `DrawnBranches` does
+    neither.
     """
 
     ROW_STATE: ClassVar[tuple[str, ...]] = ("tokens_BXP", "lengths_B", "seeds_BT", "sizes_B")
@@ -59,12 +59,12 @@ class Branches(Riders):
 
     @property
     def kind(self) -> Hashable:
-        """A capture draws the first tokens of branches from prompts of one size, where they are."""
+        """A capture depends on the size of the prompts from which first tokens are drawn."""
         return self.seeds_BT.shape[1]
 
     @property
     def num_uniforms(self) -> int:
-        """Random numbers per row and round. Only a row's first round uses them, but its neighbours must not notice when."""
+        """Random numbers per row and round. Only a row's first round uses them, but all rounds consume as many."""
         return self.options.branches
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
@@ -109,7 +109,7 @@ class Branches(Riders):
         )
 
     def commit(self, features_BNF: Tensor) -> Tensor | None:
-        """Let the branches grow; return their tokens, the draft after each, and how many there are, for `grams`."""
+        """Let the branches grow; return their tokens, the draft after each, and their number, for `grams`."""
         batch_size, branches, length = self.tokens_BXP.shape
         if not self._ride:
             return None
@@ -132,14 +132,14 @@ class Branches(Riders):
 
     @property
     def _ride(self) -> bool:
-        """Whether there are branches in this round."""
+        """Whether this round has branches."""
         return self.resting_B is None or not bool(self.resting_B.all())
 
     def _at_work(self, rows_B: Tensor) -> Tensor:
         return rows_B if self.resting_B is None else rows_B & ~self.resting_B
 
     def grams(self, report: Sequence[int], gram: int) -> Iterator[Sequence[int]]:
-        """Read n-grams off a row of what `commit` returned: up to `gram` tokens of a branch, and the draft after them."""
+        """Read n-grams from a row of what `commit` returned: up to `gram` tokens of a branch, and the draft after them."""
         own, length = report[-1], self.options.length
         for start in range(0, len(report) - 1, 2 * length):
             branch, drafts = report[start : start + own], report[start + length : start + length + own]
@@ -149,10 +149,10 @@ class Branches(Riders):
 
 @RIDERS.register("drawn-branches")
 class DrawnBranches(Branches):
-    """Branches as [1] words them: every draft is drawn as the text's own tokens are, and only full branches teach the cache.
+    """Branches as [1] describes them: drafts are drawn like the text's own tokens, and only full branches teach the cache.
 
-    [1] updates the cache with `k = G` to `L` once branches have their length; shorter branches than G, which it does not speak
-    of, teach what they have.
+    [1] updates the cache with `k = G` to `L` once branches have their length; branches shorter than G, which it does not
+    mention, teach what they have.
     """
 
     ROW_STATE = (*Branches.ROW_STATE, "greedy_B")
@@ -165,7 +165,7 @@ class DrawnBranches(Branches):
         self.greedy_B = torch.zeros(batch_size, dtype=torch.bool, device=target.device)
 
     def row_parts(self) -> Iterable[ByRow]:
-        """Return what knows the rows' parameters."""
+        """Return the parts that know the rows' parameters."""
         return (self._warper,)
 
     @property
@@ -179,12 +179,12 @@ class DrawnBranches(Branches):
         return self.options.branches + self.options.most
 
     def admit(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Take the parameters that all rows have from now on, and new texts in some of them."""
+        """Set the parameters of all rows, and new texts in some."""
         self._warper.admit(params, rows, [texts[row] for row in rows])
         assign(self.greedy_B, params.greedy)
 
     def use(self, params: RowParams) -> None:
-        """Take the parameters that the rows have from now on."""
+        """Set the parameters of the rows."""
         self._warper.use(params)
         assign(self.greedy_B, params.greedy)
 
@@ -193,7 +193,7 @@ class DrawnBranches(Branches):
         self._warper.advance(emitted)
 
     def attach(self, tree: DraftTree, uniforms_BX: Tensor) -> DraftTree:
-        """Keep the random numbers of the drafts until there is something to draw from."""
+        """Keep the random numbers of the drafts for later."""
         self._uniforms_BX = uniforms_BX[:, self.options.branches :]
         return super().attach(tree, uniforms_BX[:, : self.options.branches])
 
@@ -208,5 +208,5 @@ class DrawnBranches(Branches):
         return torch.where(self.greedy_B[:, None], super()._drafts(logits_BXV), drawn_BX)
 
     def grams(self, report: Sequence[int], gram: int) -> Iterator[Sequence[int]]:
-        """Read n-grams off full branches."""
+        """Read n-grams from full branches."""
         return super().grams(report, gram) if report[-1] == self.options.length else iter(())

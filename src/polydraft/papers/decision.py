@@ -1,4 +1,4 @@
-"""Whether to go on drafting: models that estimate whether the target will accept what a draft says next.
+"""Models that decide whether to continue drafting, by estimating whether the target will accept the draft's next token.
 
 On disk a decision model is a folder of `config.json` and `model.safetensors`, with a fingerprint of the draft it belongs to.
 
@@ -37,7 +37,7 @@ _SAMPLED = 64
 
 
 class DecisionKind(StrEnum):
-    """What a decision model looks at."""
+    """The input of a decision model."""
 
     HIDDEN = "hidden"
     """Type 1 of [1]: the draft's hidden state; learns min(1, p/q) of the drafted token ([1] prints max)."""
@@ -52,22 +52,14 @@ _SHIPPED = {
 
 
 def shipped_decision(draft: str, name: str) -> Path | None:
-    """Return the folder of a decision model that comes with this package; None where there is none.
-
-    Parameters
-    ----------
-    draft : str
-        Name of the draft it belongs to.
-    name : str
-        ``"auto"``, or its `DecisionKind`.
-    """
+    """Return the folder of a draft's decision model that ships, by its `DecisionKind` or ``auto``, if any."""
     kinds = [*DecisionKind][::-1] if name == AUTO else [DecisionKind(name)]
     folders = [_SHIPPED[draft, kind] for kind in kinds if (draft, kind) in _SHIPPED]
     return next((folder for folder in folders if (folder / "config.json").exists()), None)
 
 
 def check_threshold(value: float) -> float:
-    """Refuse a threshold that is no probability."""
+    """Refuse a threshold that is not a probability."""
     if not 0 <= value <= 1:
         raise UsageError(f"decision threshold {value!r} (stop_below) is out of range; allowed: 0 (never stop) to 1")
     return value
@@ -99,14 +91,7 @@ class DecisionShape:
 
 
 class DecisionModel(nn.Module, Decision):
-    """A multi-layer perceptron with a calibrated answer.
-
-    Parameters
-    ----------
-    shape : DecisionShape
-    threshold : float
-        β: a row stops when none of its nodes has at least this chance of acceptance.
-    """
+    """A multi-layer perceptron with calibrated output; a row stops if none of its nodes reaches the threshold β."""
 
     mean_F: Tensor
     spread_F: Tensor
@@ -125,7 +110,7 @@ class DecisionModel(nn.Module, Decision):
         self.register_buffer("calibration_2", torch.tensor([1.0, 0.0]))
 
     def inputs(self, features_RF: Tensor, logits_RV: Tensor) -> Tensor:
-        """Return what the model looks at."""
+        """Return the model's inputs."""
         if self.shape.kind is DecisionKind.HIDDEN:
             return features_RF.float()
         return distribution_inputs(logits_RV, self.shape.inputs - 1)
@@ -140,7 +125,7 @@ class DecisionModel(nn.Module, Decision):
         return torch.sigmoid(self.calibration_2[0] * self.scores(inputs_RF) + self.calibration_2[1])
 
     def goes_on(self, features_BGF: Tensor, logits_BGV: Tensor) -> Tensor:
-        """Go on where some node's chance reaches the threshold."""
+        """Continue where some node's chance reaches the threshold."""
         return (self.chances(self.inputs(features_BGF, logits_BGV)) >= self.threshold).any(-1)
 
     def fit_inputs(self, inputs_RF: Tensor) -> None:
@@ -149,7 +134,7 @@ class DecisionModel(nn.Module, Decision):
         self.spread_F.copy_(inputs_RF.std(0).clamp(min=1e-4))
 
     def calibrate(self, inputs_RF: Tensor, labels_R: Tensor) -> None:
-        """Fit a slope and a shift of the log-odds to held-out labels (Platt scaling)."""
+        """Fit slope and shift of the log-odds to held-out labels (Platt scaling)."""
         with torch.no_grad():
             scores_R = self.scores(inputs_RF)
         line_2 = torch.tensor([1.0, 0.0], device=scores_R.device, requires_grad=True)
@@ -167,7 +152,7 @@ class DecisionModel(nn.Module, Decision):
 
 
 def draft_fingerprint(draft: LanguageModel | Head) -> str:
-    """Return a short mark of a draft's weights; the same in every number format they are loaded in."""
+    """Return a short fingerprint of a draft's weights, the same in every number format."""
     digest = hashlib.sha256()
     for name, weight in sorted(_weights(draft).items()):
         flat = weight.detach().flatten()
@@ -189,7 +174,7 @@ def _weights(draft: LanguageModel | Head) -> dict[str, Tensor]:
 
 
 def save_decision(model: DecisionModel, draft: LanguageModel | Head, folder: Path, details: dict[str, Any]) -> None:
-    """Write a decision model, and what is needed to load it, into an existing folder."""
+    """Write a decision model and what loading it takes into an existing folder."""
     weights = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
@@ -203,16 +188,9 @@ def save_decision(model: DecisionModel, draft: LanguageModel | Head, folder: Pat
 
 
 def load_decision(name: str, draft: LanguageModel | Head, threshold: float = DEFAULT_THRESHOLD) -> DecisionModel:
-    """Load the decision model of a draft.
+    """Load a draft's decision model: a folder, or one that ships, named ``auto``, ``hidden`` or ``distribution``.
 
-    Parameters
-    ----------
-    name : str
-        A folder, or one that ships with the draft: ``"auto"``, ``"hidden"`` or ``"distribution"``.
-    draft : LanguageModel or Head
-        Refused if the model was trained for another.
-    threshold : float
-        β, see `DecisionModel`.
+    A model that was trained for another draft is refused. The threshold is β, see `DecisionModel`.
     """
     folder = Path(name)
     if name in (AUTO, *DecisionKind):

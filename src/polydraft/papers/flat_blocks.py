@@ -1,4 +1,4 @@
-"""Self-Draft's verification as its paper words it: an ablation that changes the distribution of the text above temperature 0.
+"""Self-Draft's verification as described in its paper, for ablations: above temperature 0 it changes the text's distribution.
 
 References
 ----------
@@ -21,10 +21,10 @@ from polydraft.verify.walk import TargetDistribution, fault_of
 
 @LOSSY_TRIES.register("flat-blocks")
 class FlatBlocksBuilder(TrieBuilder):
-    """Chains that share nothing, those of the longest prefixes first, and the walk that belongs to them."""
+    """Chains that share no nodes, those of the longest prefixes first, and their walk."""
 
     def resolve_walk(self, wish: str) -> Walk:
-        """Keep the longest chain; to ask for another walk than node by node is refused as elsewhere."""
+        """Keep the longest chain; other walks than node by node are refused as elsewhere."""
         check_node_walk(self._name, wish)
         return FlatBlocksWalk(1 + self._options.most_nodes)
 
@@ -40,16 +40,12 @@ class FlatBlocksBuilder(TrieBuilder):
 
 
 class FlatBlocksWalk(Walk):
-    """Draw a token after every node by itself, and keep the longest candidate that agrees with its own draws.
+    """Draws a token after every node independently, and keeps the longest candidate that agrees with its own draws.
 
-    Lossy: candidates that begin alike have several tries at the same place, and the longest is kept, which favours tokens with
-    long continuations. With one token drawn at each place of a trie instead (`NodeWalk`) the text keeps its distribution. At
-    temperature 0 all draws agree and both walks give the same text. Not registered: every registered walk is lossless.
-
-    Parameters
-    ----------
-    num_nodes : int
-        Most nodes of a tree, the root included.
+    Lossy: candidates with a common beginning have several tries at the same place, and the longest is kept, which favours
+    tokens with long continuations. With one draw at each place of a trie instead (`NodeWalk`) the text keeps its distribution.
+    At temperature 0 all draws agree and both walks give the same text. Not registered, because every registered walk is
+    lossless. Trees have `num_nodes` at most, the root included.
     """
 
     name = "flat-blocks"
@@ -59,7 +55,7 @@ class FlatBlocksWalk(Walk):
 
     @classmethod
     def fits(cls, scheme: Scheme | type[Scheme]) -> bool:
-        """Only candidates that are certain; the drafter sees to that."""
+        """Only certain candidates, which the drafter ensures."""
         return False
 
     def uniforms(self, scheme: Scheme, depth: int) -> int:
@@ -67,7 +63,7 @@ class FlatBlocksWalk(Walk):
         return self._num_nodes
 
     def run(self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor) -> Verdict:
-        """Draw everywhere, then see how far each candidate agrees."""
+        """Draw at every node, then compare each candidate with the draws."""
         nodes_BN, device = draft.tokens_BN, draft.tokens_BN.device
         batch_size, nodes = nodes_BN.shape[0], nodes_BN.shape[1] - draft.riders
         rows_B = torch.arange(batch_size, device=device)
@@ -102,7 +98,7 @@ class FlatBlocksWalk(Walk):
 
 
 def _distribution(target_distribution: TargetDistribution, node: int, tokens_BD: Tensor, depth_B: Tensor) -> Tensor:
-    """Ask for the distribution at one node of every row; rows may have it at different depths."""
+    """Return the target's distribution at one node of every row, at whichever depth the row has it."""
     distribution_BV: Tensor | None = None
     for depth in range(int(depth_B.max()) + 1):
         node_B = torch.full_like(depth_B, node)
@@ -113,7 +109,7 @@ def _distribution(target_distribution: TargetDistribution, node: int, tokens_BD:
 
 
 def _parents(draft: DraftTree) -> tuple[Tensor, Tensor]:
-    """Return each node's parent, and whether it is in the child table at all."""
+    """Return each node's parent, and whether it is in the child table."""
     batch_size, nodes, width = draft.child_table_BNK.shape
     nodes_BX = torch.arange(nodes, device=draft.tokens_BN.device).repeat_interleave(width).expand(batch_size, -1)
     table_BX = draft.child_table_BNK.flatten(1)

@@ -1,8 +1,8 @@
 """Improved MCSD's target-initialised trees and their verification, a lossy rule.
 
-A tree begins with several tokens from the target's distribution, and the longest accepted path is kept. Looking at several
-first tokens and keeping the one that the draft continues best prefers tokens that the draft finds easy: the text no longer
-follows the target's distribution (docs/dynamic.md measures by how much).
+A tree begins with several tokens from the target's distribution, and the longest accepted path is kept. Keeping the first token
+that the draft continues best prefers tokens that are easy for the draft: the text no longer follows the target's distribution
+(docs/dynamic.md measures by how much).
 
 References
 ----------
@@ -38,20 +38,12 @@ def check_lossy(name: str, topology: Topology) -> None:
 
 
 class TargetInit(Drafter):
-    """Begin with W tokens from the target's distribution, draft D more behind each, keep the longest accepted path ([1] §3.1).
+    """Begins with W tokens of the target, drafts D more after each, and keeps the longest accepted path ([1] §3.1).
 
-    The text does not follow the target's distribution. What does, and keeps the width, is a fork below one token from the
-    target: the pending token, which every tree here has as its root, is exactly that. So the lossless counterpart is the tree
-    `target-root:WxD`, another name for `fork:WxD`.
-
-    Parameters
-    ----------
-    model : LanguageModel or Head
-        The draft.
-    topology : Topology
-        A fork; its depth D counts drafted tokens.
-    decision : Decision, optional
-        Lets rows stop before the last level ([1] §3.3). It is not asked about first tokens that are the target's own.
+    The text does not follow the target's distribution. Its lossless counterpart of the same width is a fork below one token
+    from the target: the pending token, the root of every tree here, is such a token. So that counterpart is `fork:WxD`, also
+    called `target-root:WxD`. The depth D of the fork that is given counts drafted tokens. A decision may stop rows early ([1]
+    §3.3), but not at first tokens of the target.
     """
 
     name = "target-init"
@@ -75,8 +67,8 @@ class TargetInit(Drafter):
 class TargetInitBuilder(StoppingBuilder):
     """A fork whose first level is replaced by tokens from the target's distribution, once that is known.
 
-    In the first round of a text it is not, because the last token of a prompt has not been through the target: there the
-    first level is the draft's.
+    In a text's first round it is not, because the target has not read the prompt's last token yet: there the first level is the
+    draft's.
     """
 
     elastic = False
@@ -102,7 +94,7 @@ class TargetInitBuilder(StoppingBuilder):
         return super().num_uniforms + self._width
 
     def resolve_walk(self, wish: str) -> Walk:
-        """Keep the longest path, whatever is wished for."""
+        """Keep the longest path."""
         return self._walk
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
@@ -114,12 +106,12 @@ class TargetInitBuilder(StoppingBuilder):
             self._next = self._next[0], known_B
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
-        """Let the walk know which rows begin with the target's tokens."""
+        """Tell the walk which rows begin with the target's tokens."""
         self._walk.given_B = None if self._next is None else self._next[1]
         return super().build(tail_B2, uniforms_BU)
 
     def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> Tensor | None:
-        """Take the first level, W tokens, from the target's distribution, at temperature 0 the likeliest."""
+        """Take the first level, W tokens, from the target's distribution; the likeliest at temperature 0."""
         probs_BGV = super().draw(level, logits_BGV, tokens_BN, uniforms_BU)
         if level.first > 0 or self._next is None:
             return probs_BGV
@@ -131,7 +123,7 @@ class TargetInitBuilder(StoppingBuilder):
         return probs_BGV
 
     def stops(self, features_BGF: Tensor, logits_BGV: Tensor) -> bool:
-        """Let rows go on behind first tokens of the target, of which the draft's features say nothing."""
+        """Let rows continue after first tokens of the target, about which the draft's features say nothing."""
         stops = super().stops(features_BGF, logits_BGV)
         if self.decision is None or self._drawn > 1 or self._next is None:
             return stops
@@ -153,7 +145,7 @@ def _build(parts: Parts) -> TargetInit:
 
 @dataclass(frozen=True, eq=False)
 class LongestVerdict(Verdict):
-    """A verdict that also says from which distribution the next tree begins."""
+    """A verdict with the distribution that the next tree begins with."""
 
     next_distribution_BV: Tensor
     """Distribution after the last emitted token: the target's, or what rejection left of it. At temperature 0: an order of
@@ -163,7 +155,10 @@ class LongestVerdict(Verdict):
 
 
 class LongestWalk(Walk):
-    """Verify every chain of a fork by itself and keep the first longest. Not registered: registered walks are lossless."""
+    """Verifies every chain of a fork independently and keeps the first longest.
+
+    Not registered: registered walks are lossless.
+    """
 
     name = "longest"
 
@@ -174,11 +169,11 @@ class LongestWalk(Walk):
 
     @classmethod
     def fits(cls, scheme: Scheme | type[Scheme]) -> bool:
-        """Only what its own drafter draws."""
+        """Only its own drafter's schemes."""
         return False
 
     def uniforms(self, scheme: Scheme, depth: int) -> int:
-        """One for each node of a chain is enough: chains may share them, since only one chain is kept."""
+        """One for each node of a chain: chains may share them, since only one is kept."""
         return depth + 1
 
     def run(
@@ -212,7 +207,7 @@ class LongestWalk(Walk):
         given_B: Tensor,
         uniforms_BU: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a chain's nodes, root first, its tokens, and how many of these are accepted."""
+        """Return a chain's nodes, root first, its tokens, and how many of them are accepted."""
         batch_size = len(first_B)
         node_B, going_B = torch.zeros_like(first_B), torch.ones_like(given_B)
         length_B = torch.zeros_like(first_B)
@@ -258,7 +253,7 @@ class LongestWalk(Walk):
         kept_BD: Tensor,
         end_B: Tensor,
     ) -> LongestVerdict:
-        """Emit the path, its last token pending; where nothing was accepted one token from the target's distribution."""
+        """Emit the path, its last token pending; if nothing was accepted, one token from the target's distribution."""
         known_B, text_BP = best_B > 0, kept_BD[:, : draft.depth]
         refused_B = (draft.children(end_B)[1] != NO_TOKEN).any(-1)  # the path went no further, though it was offered to
         if self.greedy:

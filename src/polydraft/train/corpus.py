@@ -91,9 +91,9 @@ class Corpus:
         return self.groups[0].rows(slice(_held_out(self.groups[0])))
 
     def batch(self, step: int, size: int, seed: int) -> Texts:
-        """Return the batch of a step, texts of one length: `size` of the shortest, or as many others as have as many tokens.
+        """Return the batch of a step, texts of one length: `size` of the shortest, or fewer longer ones with as many tokens.
 
-        Each epoch goes through all batches, and within each length through all texts, in an order of its own.
+        Every epoch has its own order of the batches and, for each length, of the texts.
         """
         shortest = self.groups[0].tokens_NL.shape[1]
         sizes = [max(size * shortest // group.tokens_NL.shape[1], 1) for group in self.groups]
@@ -109,7 +109,7 @@ class Corpus:
         raise AssertionError("more batches than were counted")
 
     def frequent_tokens(self, count: int, vocab_size: int, always: Sequence[int]) -> Tensor:
-        """Return the most frequent answer tokens, and those of `always`, in ascending order."""
+        """Return the most frequent answer tokens, which include those of `always`, in ascending order."""
         counts_V = torch.zeros(vocab_size, dtype=torch.long)
         for group in self.groups:
             counts_V += torch.bincount(group.tokens_NL[group.answer_NL].long(), minlength=vocab_size)
@@ -144,7 +144,7 @@ class Corpus:
 
 
 def _held_out(group: Texts) -> int:
-    """Return how many texts are never trained on."""
+    """Return how many texts are held out."""
     return min(max(int(len(group.tokens_NL) * _HELD_OUT_SHARE), 1), _MOST_HELD_OUT)
 
 
@@ -156,7 +156,7 @@ def _order(rows: int, seed: int) -> list[int]:
 
 
 def make_corpus(settings: TrainSettings, target: Loaded, progress: Callable[[int, int], None] = lambda *_: None) -> Corpus:
-    """Sample or read the texts that the settings ask for; `progress` is called with the tokens so far, and those of all."""
+    """Write or read the texts of the settings; `progress` is called with the tokens so far and in total."""
     check_length(settings.length, target)
     written = 0
     progress(written, settings.tokens)
@@ -214,21 +214,21 @@ def _grouped(parts: list[Texts], seed: int) -> tuple[Texts, ...]:
 
 
 def check_length(length: int, target: Loaded) -> None:
-    """Refuse texts that are longer than the target's context."""
+    """Refuse texts longer than the target's context."""
     limit = target.model.max_positions
     if limit is not None and length > limit:
         raise UsageError(f"--length {length} is longer than the target's context; allowed: 16 to {limit}")
 
 
 def _sizes(tokens: float, length: int, settings: TrainSettings, target: Loaded) -> tuple[int, int]:
-    """Return how many texts to write, and how many in parallel; in full batches, as a small one takes as long."""
+    """Return how many texts to write, and how many at a time; batches are full, since a small one takes as long."""
     wide = side_by_side(length, settings, target)
     rows = max(-(-int(tokens) // length), 8)
     return (rows, rows) if rows <= wide else (-(-rows // wide) * wide, wide)
 
 
 def side_by_side(length: int, settings: TrainSettings, target: Loaded) -> int:
-    """Return how many texts to write in parallel: as asked, or as many as fit, with keys, values and distributions."""
+    """Return how many texts to write at a time: as the settings say, or as many as fit, with caches and distributions."""
     model = target.model
     if settings.sampling_rows:
         return max(settings.sampling_rows * settings.length // length, 1)
@@ -243,7 +243,7 @@ def side_by_side(length: int, settings: TrainSettings, target: Loaded) -> int:
 
 
 def _made_up_starts(rows: int, form: ChatForm | None, length: int, target: Loaded) -> list[list[int]]:
-    """Return the first tokens of conversations: in half of them the target picks its topic, in half it completes a request."""
+    """Return the first tokens of conversations: half without a topic, half with a request to complete."""
     if form is None:
         start = target.tokenizer.bos_token_id
         start = target.tokenizer.eos_token_id if start is None else start
@@ -254,7 +254,7 @@ def _made_up_starts(rows: int, form: ChatForm | None, length: int, target: Loade
 
 
 def _prompts(settings: TrainSettings, target: Loaded, chat: bool) -> dict[int, list[list[int]]]:
-    """Return the prompts by the length of their texts; prompts that are too long for all lengths are left out."""
+    """Return the prompts by the length of their texts, without those that are too long for every length."""
     if settings.prompts is None:
         return {}
     encoder = Decoder(target.model, tokenizer=target.tokenizer)

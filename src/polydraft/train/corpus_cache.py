@@ -29,22 +29,9 @@ _BLOCK = 1 << 18
 def make_corpus_cache(
     settings: CorpusCacheSettings, out: Path, observer: Observer, device: torch.device, dtype: torch.dtype
 ) -> GramTrie:
-    """Count n-grams and write them into a file, completely or not at all.
+    """Count n-grams, write them into a file, completely or not at all, and return them.
 
-    Parameters
-    ----------
-    settings : CorpusCacheSettings
-    out : Path
-        The file.
-    observer : callable
-        Called with progress.
-    device, dtype
-        Of the model that writes text.
-
-    Returns
-    -------
-    GramTrie
-        What was written.
+    Device and dtype are for the model that writes text.
     """
     settings.check(out)
     target = load_model(settings.tokenizer, device, dtype) if settings.generate else None
@@ -108,7 +95,7 @@ def _count_written(settings: CorpusCacheSettings, target: Loaded, counter: GramC
 
 
 def blocks_of(file: Path, block: int = _BLOCK, advance: Callable[[int], None] | None = None) -> Iterator[str]:
-    """Yield the text of a file in blocks that end with a line, or after two blocks' length where lines are longer.
+    """Yield the text of a file in blocks that end with a line, or after twice their length if lines are longer.
 
     `advance` is called with the number of bytes read so far.
     """
@@ -132,10 +119,10 @@ def blocks_of(file: Path, block: int = _BLOCK, advance: Callable[[int], None] | 
 
 
 def fresh_stretches(tokens: Sequence[int], order: int) -> Iterator[list[int]]:
-    """Yield a text without its repetitions: tokens that end an n-gram of `order` tokens seen before in the text are left out.
+    """Yield a text without repetitions: without tokens that end an n-gram of `order` tokens seen before in the text.
 
-    Models, small ones above all, sometimes write the same sentence over and over. A single such text would outweigh what a
-    thousand others have in common.
+    Models, small ones especially, sometimes write the same sentence over and over. One such text would outweigh what a thousand
+    others have in common.
     """
     seen: set[tuple[int, ...]] = set()
     stretch: list[int] = []

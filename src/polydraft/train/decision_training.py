@@ -1,4 +1,4 @@
-"""From rounds of a pair to a decision model in a folder.
+"""Training of decision models, from rounds of a target and its draft.
 
 The model learns from traces: what the draft computed between its levels, and whether the target accepted it.
 """
@@ -49,7 +49,7 @@ class Traces:
 
     @classmethod
     def joined(cls, parts: Sequence["Traces"]) -> "Traces":
-        """Put traces one after the other."""
+        """Concatenate traces."""
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__))
 
     def rows(self, index_R: Tensor) -> "Traces":
@@ -59,7 +59,7 @@ class Traces:
 
 @dataclass(eq=False)
 class _Recorder(Decision):
-    """A decision that never stops, and records its inputs."""
+    """A decision that never stops drafting, and records its inputs."""
 
     shown: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
@@ -85,7 +85,7 @@ class _Tracing(TreeDrafter):
 
 
 class _TracingBuilder(StoppingBuilder):
-    """Records rounds. It copies values to the host, so no round is captured."""
+    """Records rounds. It copies values to the host, so rounds cannot be captured."""
 
     elastic = False
 
@@ -105,7 +105,7 @@ class _TracingBuilder(StoppingBuilder):
         self._built: DraftTree | None = None
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
-        """Keep the tree, and what the recorder sees of it."""
+        """Keep the tree and the recorder's inputs."""
         self._recorder.shown.clear()
         self._built = super().build(tail_B2, uniforms_BU)
         return self._built
@@ -137,7 +137,7 @@ def collect(
     eos_token_ids: Sequence[int] = (),
     advance: Callable[[int], None] = lambda done: None,
 ) -> Traces:
-    """Decode prompts, alternately greedily and at temperature 1, until there are as many traces as the settings ask for.
+    """Decode prompts, alternately greedily and at temperature 1, until there are as many traces as the settings say.
 
     Prompts are reused, with other seeds, as often as needed; `advance` is called with the number of traces so far.
     """
@@ -162,7 +162,7 @@ def collect(
 
 @dataclass(frozen=True)
 class Quality:
-    """How good a decision model is on traces it has not seen."""
+    """How good a decision model is on traces it was not trained on."""
 
     auc: float
     """Probability that an accepted token is rated above a rejected one."""
@@ -242,7 +242,7 @@ def fit(
 
 
 def quality_of(chances_R: Tensor, accepted_R: Tensor) -> Quality:
-    """Compare predicted acceptance with what happened."""
+    """Compare predicted acceptance with observed acceptance."""
     yes = int(accepted_R.sum())
     no = len(accepted_R) - yes
     # Mann-Whitney; equal chances share their ranks.

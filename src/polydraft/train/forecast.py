@@ -1,4 +1,4 @@
-"""Estimates: what training will take, before it starts, and how much faster the draft will make decoding, at its end."""
+"""Estimates: how long training will take, before it starts, and how much faster the draft makes decoding, at its end."""
 
 import math
 import time
@@ -32,7 +32,7 @@ _BYTES_PER_TOKEN, _BYTES_PER_WEIGHT = 5, 12
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What a training takes."""
+    """What training takes."""
 
     writing_seconds: float
     training_seconds: float
@@ -47,7 +47,7 @@ class Needs:
 
 
 def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, int], None] = lambda done, total: None) -> Needs:
-    """Try a little of everything, and estimate all of it; `advance` is called with the trials done, and their number."""
+    """Time a little of everything, and estimate the whole; `advance` is called with trials done and in total."""
     check_length(settings.length, target)
     start = load_start(settings, target)
     trials = 2 if settings.texts else 5
@@ -100,7 +100,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def forecast_of(folder: str, target: Loaded, acceptance: Sequence[Acceptance], tree: str) -> str:
-    """Say how much faster a draft makes decoding here, from its acceptance on held-out text and the cost of its passes."""
+    """Estimate how much faster a draft makes decoding here, from its held-out acceptance and the cost of its passes."""
     draft, topology = load_draft(folder, target), parse_tree(tree)
     assert draft is not None
     parts = []
@@ -113,7 +113,7 @@ def forecast_of(folder: str, target: Loaded, acceptance: Sequence[Acceptance], t
 
 
 def tokens_per_pass(acceptance: Sequence[Acceptance], tree: str, *, greedy: bool) -> float:
-    """Return the tokens that a target pass yields; acceptance between one and four candidates grows with their logarithm."""
+    """Return the tokens per target pass, assuming acceptance grows with the logarithm of the candidates, from one to four."""
     tokens = reach = 1.0
     for depth, count in enumerate(map(int, tree.split("x"))):
         level = acceptance[min(depth, len(acceptance) - 1)]

@@ -24,8 +24,8 @@ from polydraft.train.writer import Texts
 class HeadPupil(Pupil):
     """A feature head in training, on its own outputs (EAGLE-3 §3.2: training-time test).
 
-    An EAGLE-3 head to start from keeps its form, its tables and the tokens that it drafts. Of one of ours, a head of the form
-    that is asked for takes over what it can use.
+    An EAGLE-3 head to start from keeps its form, its tables and its vocabulary. From one of ours, a head of the wanted form
+    takes the weights that fit.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class HeadPupil(Pupil):
 
     @torch.no_grad()
     def prime(self, texts: Texts) -> None:
-        """Scale outputs like the target's hidden states, channel by channel, as its output head expects."""
+        """Scale outputs like the target's hidden states, channel by channel, which its output head expects."""
         if not self.head.shape.joins:  # an EAGLE-3 head has learned its scales
             return
         tokens_BL = texts.tokens_NL[:4].to(self.head.device).long()
@@ -60,10 +60,10 @@ class HeadPupil(Pupil):
             take_over(self.head, self._start, features_BLF)
 
     def study(self, texts: Texts, depths: int) -> Lesson:
-        """Run the head along the texts; entry i (features i, token i + 1) answers for the distribution after token i + 1.
+        """Run the head along the texts; entry i (features i, token i + 1) predicts the distribution after token i + 1.
 
-        At depth d an entry takes the output of depth d − 1 one entry earlier for its features, and attends, as inside a tree,
-        to entries of depth 0 up to d places back and to one of each depth between.
+        At depth d an entry takes the output of depth d − 1 one entry earlier for its features and, as inside a tree, attends to
+        entries of depth 0 at least d places back and to one of each depth between.
         """
         device = self.head.device
         tokens_BL, answer_BL = texts.tokens_NL.to(device).long(), texts.answer_NL.to(device)
@@ -139,12 +139,12 @@ def _attended(query_BHLC: Tensor, keys: list[Tensor], values: list[Tensor], wind
 
 
 def _later(states_BKLC: Tensor, places: int) -> Tensor:
-    """Shift states so that every entry sees what is some places before it."""
+    """Shift states so that every entry sees the one some places before it."""
     return functional.pad(states_BKLC[:, :, : states_BKLC.shape[2] - places], (0, 0, places, 0))
 
 
 def shape_for(wanted: HeadSize, window: int, target: Loaded) -> HeadShape:
-    """Return the shape of a head for a target: like one of its layers, unless the settings say otherwise."""
+    """Return the shape of a head: like one of the target's layers, unless the settings differ."""
     config, layers = target.model.config, target.model.num_layers
     taps = wanted.taps
     if taps is None:
@@ -170,7 +170,7 @@ def shape_for(wanted: HeadSize, window: int, target: Loaded) -> HeadShape:
 def take_over(head: FeatureHead, start: FeatureHead, features_BLF: Tensor) -> None:
     """Copy the weights of another head for the same target; taps and MLP units that it lacks start without effect.
 
-    Features that it read unnormalised are normalised now, with weights that keep their typical length.
+    Features that it read unnormalised get norms with weights that keep their typical length.
     """
     shape, own, size = start.shape, head.state_dict(), start.shape.hidden_size
     weights = {name: weight.cpu() for name, weight in start.state_dict().items()}
@@ -195,7 +195,7 @@ def take_over(head: FeatureHead, start: FeatureHead, features_BLF: Tensor) -> No
 
 
 def _widen(weights: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    """Give the MLP more units, with random inputs and, until training changes them, zero outputs."""
+    """Add units to the MLP, with random inputs and zero outputs."""
     gates = zip(weights["gate_up.weight"].chunk(2), own["gate_up.weight"].cpu().chunk(2), strict=True)
     wide = [torch.cat([known_MH, fresh_MH[len(known_MH) :].to(known_MH.dtype)]) for known_MH, fresh_MH in gates]
     weights["gate_up.weight"] = torch.cat(wide)

@@ -1,12 +1,12 @@
 """Losses of drafts: imitate the target's distribution, and get candidates accepted.
 
-Acceptance of one candidate is Σ min(p, q), so 1 − that, the total variation, can be trained directly. The same holds for the n
-candidates of a node, verified as `hybrid` does: with T the m tokens that are candidates for certain, q' the distribution of the
-others and k = n − m draws of it, acceptance is P(T) + 1 − max_H (q'(H)^k − p(H)), H any set of other tokens. The best H holds
+Acceptance of one candidate is Σ min(p, q), so its complement, the total variation, can be trained directly. The same holds for
+the n candidates of a node, verified as by `hybrid`: with T the m tokens that are certain candidates, q' the distribution of the
+others and k = n − m draws from it, acceptance is P(T) + 1 − max_H (q'(H)^k − p(H)), H any set of other tokens. The best H holds
 those with k q'(H)^(k − 1) q' > p, which a few steps find, starting from all tokens; for a fixed H the gradient is known.
 
-Gradients are computed by hand along with the loss. Most memory traffic of training is these distributions, of tens of thousands
-of tokens at tens of thousands of positions; this way they are read a dozen times instead of about thirty.
+Gradients are computed by hand along with the loss. Training spends most of its memory traffic on these distributions, over tens
+of thousands of tokens at tens of thousands of positions; this way they are read a dozen times instead of about thirty.
 """
 
 from typing import Any

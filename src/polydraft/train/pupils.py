@@ -1,4 +1,4 @@
-"""Drafts in training: what all kinds share, and a small language model that is distilled from the target."""
+"""Drafts in training: what they have in common, and a small language model distilled from the target."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -44,14 +44,7 @@ class TargetDistributions:
 
 
 class Teacher:
-    """Runs the target over texts, for its features and distributions.
-
-    Parameters
-    ----------
-    target : HFModel
-    vocabulary : PartialVocabulary, optional
-        Tokens that the draft knows; all if not given.
-    """
+    """The target, run over texts for features and for distributions over the tokens that the draft knows."""
 
     def __init__(self, target: HFModel, vocabulary: PartialVocabulary | None) -> None:
         self.target, self.vocabulary = target, vocabulary
@@ -135,7 +128,7 @@ def acceptance_of(distributions: TargetDistributions, logits_RD: Tensor) -> Acce
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """What to learn from some texts: R positions in answers, in the order of the text."""
+    """Targets and outputs for R positions in answers, in the order of the text."""
 
     distributions: TargetDistributions
     follows_R: Tensor
@@ -145,7 +138,7 @@ class Lesson:
 
 
 class Pupil(ABC):
-    """A draft in training: computes its logits along texts, at one or several depths of drafting."""
+    """A draft in training, which computes its logits along texts at one or several depths of drafting."""
 
     module: nn.Module
     """What is trained."""
@@ -154,7 +147,7 @@ class Pupil(ABC):
     """Depths of drafting to train at."""
 
     def prime(self, texts: Texts) -> None:
-        """Look at some texts before the first step, to start at the right scales."""
+        """Adapt scales to some texts before the first step."""
         return
 
     @abstractmethod
@@ -222,7 +215,7 @@ class DraftPupil(Pupil):
 def new_draft(settings: TrainSettings, target: Loaded) -> Any:
     """Return an untrained model on the target's device.
 
-    Its attention is a sliding window as long as the training texts, so that longer texts bring it nothing unfamiliar.
+    Its attention is a sliding window of the training texts' length, so longer texts are nothing new to it.
     """
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -256,7 +249,7 @@ def new_draft(settings: TrainSettings, target: Loaded) -> Any:
 
 @torch.no_grad()
 def _take_embeddings(own_VW: Tensor, target_VH: Tensor) -> None:
-    """Start from the target's embeddings: their main directions, as many as the draft has room for."""
+    """Start from the main directions of the target's embeddings, as many as the draft has room for."""
     source_VH = target_VH.float()
     centred_VH = source_VH - source_VH.mean(0)
     width = min(own_VW.shape[1], source_VH.shape[1])
@@ -267,6 +260,6 @@ def _take_embeddings(own_VW: Tensor, target_VH: Tensor) -> None:
 
 
 def follows(asked_BL: Tensor) -> Tensor:
-    """Return for each position that is asked for, in order, whether the one before it is asked for too."""
+    """Return for each position that is set, in order, whether the one before it is set too."""
     place_R = asked_BL.flatten().nonzero()[:, 0]
     return functional.pad(place_R[1:] - place_R[:-1] == 1, (1, 0)) if len(place_R) else place_R.bool()

@@ -103,7 +103,7 @@ class TrainSettings:
     """Texts for the target to write at a time; 0 for as many as fit in memory."""
 
     def check(self) -> None:
-        """Refuse what cannot be trained."""
+        """Refuse settings that cannot be trained with."""
         self.size.check()
         _check_positive(self, "tokens", "steps", "batch_size", "save_every", "evaluate_every")
         if self.sampling_rows < 0:
@@ -140,7 +140,7 @@ class TrainSettings:
         return self.length * (LENGTHS[-1] if self.prompts else 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return what must stay the same when a run is resumed, for the training folder and the card."""
+        """Return the settings for the training folder and the card; most must stay the same in a resumed run."""
         return {"kind": self.kind, **asdict(self)}
 
 
@@ -172,7 +172,7 @@ class DecisionSettings:
     """The same seed gives the same model (on the same machine)."""
 
     def check(self) -> None:
-        """Refuse what cannot be trained."""
+        """Refuse settings that cannot be trained with."""
         _check_positive(self, "traces", "depth", "rows", "width", "steps")
         if self.new_tokens < 1:
             raise UsageError(f"--max-new-tokens {self.new_tokens} is out of range; allowed: whole numbers from 1")
@@ -205,7 +205,7 @@ class CorpusCacheSettings:
     """With --generate: the same seed gives the same text (on the same machine)."""
 
     def check(self, out: Path) -> None:
-        """Refuse what cannot be made, before anything is loaded."""
+        """Refuse impossible settings before anything is loaded."""
         from polydraft.ngrams.cache import check_order
 
         check_order(self.max_prefix, self.gram)
@@ -223,7 +223,7 @@ class CorpusCacheSettings:
             self.written().check()
 
     def written(self) -> TrainSettings:
-        """Return how a draft's training would ask for the text."""
+        """Return settings that make a draft's training write this text."""
         return TrainSettings(
             size=HeadSize(),
             target=self.tokenizer,
@@ -241,7 +241,7 @@ def check_text_file(file: Path) -> None:
 
 
 def check_tree(tree: str) -> None:
-    """Refuse anything but candidates per depth."""
+    """Refuse anything but numbers of candidates per depth."""
     if not all(part.isdigit() and 1 <= int(part) <= 64 for part in tree.split("x")):
         raise UsageError(
             f"--tree {tree!r} is not a list of candidates per depth; allowed: numbers from 1 to 64, such as 4x2x2x1x1"

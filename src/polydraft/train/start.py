@@ -1,4 +1,4 @@
-"""The draft that training starts from (`--start`): what it may be, and whether it fits the target."""
+"""The draft that training starts from (`--start`): which are allowed, and whether it fits the target."""
 
 import torch
 
@@ -26,13 +26,7 @@ _HEADS = ", ".join(kind.words for kind in map(HEAD_KINDS.get, HEAD_KINDS) if kin
 
 
 def check_start(name: str, settings: TrainSettings) -> None:
-    """Refuse a draft of another kind than the one to be trained, or one that is not there, before the target is loaded.
-
-    Raises
-    ------
-    UsageError
-        Also if sizes are asked for that such a draft has already.
-    """
+    """Refuse a missing draft, one of another kind than is trained, or sizes it already has, before the target is loaded."""
     kind = kind_of(head_folder(name))
     if settings.kind == "head" and not (kind is not None and kind.trains):
         raise UsageError(f"--start {name} is not a folder with a head; allowed: {_HEADS}")
@@ -59,13 +53,7 @@ def _check_model(name: str) -> None:
 
 
 def load_start(settings: TrainSettings, target: Loaded) -> HFModel | FeatureHead | None:
-    """Load the draft that training starts from: None for a new one.
-
-    Raises
-    ------
-    UsageError
-        If it has another tokenizer or is for another target, or if training could not use it or write it.
-    """
+    """Load the draft that training starts from, None for a new one; refuse one that does not fit or could not be written."""
     name = settings.start
     if name is None:
         return None

@@ -44,7 +44,7 @@ _CURRENT, _FORMER = "checkpoint", "checkpoint.former"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Where training stands."""
+    """Progress of training."""
 
     phase: str
     """``"sampling"`` or ``"training"``."""
@@ -60,26 +60,10 @@ Observer = Callable[[Report], None]
 
 
 def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, command: str, observer: Observer) -> Path:
-    """Train a draft for a target and write it into a folder.
+    """Train a draft for a target, loaded in the dtype to imitate, and write it into the folder `out`, which is returned.
 
-    Parameters
-    ----------
-    settings : TrainSettings
-    target : Loaded
-        In the dtype it is to be imitated in.
-    out : Path
-        The draft goes here; what a resumed run needs is kept in its folder `training`.
-    resume : bool
-        Continue the training in `out`; otherwise a folder that is not empty is refused.
-    command : str
-        For the card.
-    observer : callable
-        Called with progress.
-
-    Returns
-    -------
-    Path
-        The folder, for ``polydraft.load(..., draft=folder)``.
+    A subfolder `training` keeps what a resumed run needs; without `resume`, a folder that is not empty is refused. The command
+    goes into the card; the observer is called with progress.
     """
     settings.check()
     start = load_start(settings, target)
@@ -99,7 +83,7 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
 
 
 def check_out(out: Path, *, resume: bool) -> None:
-    """Refuse a folder that training cannot write to, or that is not empty and not to be continued."""
+    """Refuse a folder that cannot be written to, or that is not empty and not to be resumed."""
     if resume:
         check_folder(out, resume=True)
     else:
@@ -131,7 +115,7 @@ def _corpus(settings: TrainSettings, target: Loaded, work: Path, observer: Obser
 
 
 def make_pupil(settings: TrainSettings, target: Loaded, corpus: Corpus, start: HFModel | FeatureHead | None = None) -> Pupil:
-    """Return the draft before its first step, new or as it starts (`load_start`); the corpus decides which tokens it knows."""
+    """Return the draft before its first step, new or from `load_start`; the corpus decides which tokens it knows."""
     size = target.model.vocab_size
     rows = start.vocab_size if isinstance(start, HFModel) else size  # tables are padded differently
     tokens_D = torch.arange(min(size, rows))
@@ -199,7 +183,7 @@ def take_step(
     optimizers: list[torch.optim.Optimizer],
     parameters: list[nn.Parameter],
 ) -> Tensor:
-    """Take one step and return its loss. If the gradient is not finite, no weight changes and the loss is NaN."""
+    """Take one step and return its loss. If the gradient is not finite, the weights stay and the loss is NaN."""
     with enough_memory(f"learn from {settings.batch_size} texts per step", "--batch-size"):
         with _autocast(pupil):
             loss = _loss(settings, pupil, corpus, step)
@@ -237,7 +221,7 @@ def _loss(settings: TrainSettings, pupil: Pupil, corpus: Corpus, step: int) -> T
 
 
 def _rate(share: float) -> float:
-    """Return the learning rate's share of its peak: a short rise, then half a cosine."""
+    """Return the learning rate relative to its peak: a short rise, then half a cosine."""
     if share < _WARM_UP:
         return (share + 0.002) / (_WARM_UP + 0.002)
     return _LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * (share - _WARM_UP) / (1 - _WARM_UP)))
@@ -261,7 +245,7 @@ def _autocast(pupil: Pupil) -> torch.autocast:
 
 
 def _save_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
-    """Save weights, optimizer states and the step, under a temporary name first, so that a kill leaves the old or the new."""
+    """Save weights, optimizer states and the step; a kill leaves the old checkpoint or the new one."""
     tensors = {f"weights.{key}": value for key, value in module.state_dict().items()}
     for number, optimizer in enumerate(optimizers):
         for index, state in optimizer.state_dict()["state"].items():
@@ -283,7 +267,7 @@ def _save_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim
 
 
 def _load_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Restore the last state and return its step; 0 where there is none."""
+    """Restore the last state and return its step; 0 if there is none."""
     place = next((work / name for name in (_CURRENT, _FORMER) if (work / name / "progress.json").exists()), None)
     if place is None:
         return 0

@@ -1,4 +1,4 @@
-"""Training texts that a model writes itself: many in parallel, both sides of conversations."""
+"""Training texts that a model writes itself: many at a time, both sides of conversations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -41,7 +41,7 @@ class ChatForm:
 
 
 def chat_form(tokenizer: Any) -> ChatForm | None:
-    """Read the form off a rendered conversation; None without a template, or with one that changes its turns."""
+    """Derive the form from a rendered conversation; None without a template, or if it changes the turns."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     messages = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), _MARKS, strict=True)]
@@ -75,7 +75,7 @@ class Texts:
 
 @contextmanager
 def enough_memory(task: str, option: str) -> Iterator[None]:
-    """Turn a GPU's out-of-memory error into one line that names the option to lower."""
+    """Turn a GPU's out-of-memory error into a message that names the option to lower."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -83,15 +83,9 @@ def enough_memory(task: str, option: str) -> Iterator[None]:
 
 
 class Writer:
-    """Lets a model write texts, all rows in step. No value is copied to the host, so on a GPU the step is captured.
+    """Lets a model write texts, all rows in step, without copying values to the host, so that a GPU's step is captured.
 
-    Parameters
-    ----------
-    target : HFModel
-    form : ChatForm, optional
-        Plain text without turns if not given.
-    end_tokens : sequence of int
-        Tokens that end a turn or a text.
+    Without a form it writes plain text. The end tokens end a turn or a text.
     """
 
     def __init__(self, target: HFModel, form: ChatForm | None, end_tokens: Sequence[int]) -> None:
@@ -113,7 +107,7 @@ class Writer:
         advance: Advance,
         answering: bool = False,
     ) -> Texts:
-        """Continue any number of texts, `rows` side by side."""
+        """Continue any number of texts, `rows` at a time."""
         # Rows of one batch have starts of similar length, so that few of them idle.
         order = sorted(range(len(starts)), key=lambda row: len(starts[row]))
         parts = []
@@ -134,7 +128,7 @@ class Writer:
         generator: torch.Generator,
         advance: Advance,
     ) -> Texts:
-        """Continue `starts` to `length` tokens each; with `answering` the next turn is an answer, else it is the user's."""
+        """Continue `starts` to `length` tokens each; the next turn is an answer if `answering`, else the user's."""
         target, device, rows = self._target, self._target.device, len(starts)
         context = target.start(rows, length)
         _prefill(context, starts)
@@ -162,7 +156,7 @@ class Writer:
         return Texts(page.tokens_BL.to("cpu", torch.int32), page.answer_BL.cpu())
 
     def _choose(self, page: "_Page", generator: torch.Generator) -> None:
-        """Draw the temperatures of turns that may begin."""
+        """Draw temperatures for turns that may begin."""
         page.choice_B.random_(0, len(ANSWER_TEMPERATURES), generator=generator)
 
     def _step(self, page: "_Page", context: Context) -> Tensor:
@@ -246,7 +240,7 @@ class _Page:
 
 
 def _prefill(context: Context, starts: Sequence[Sequence[int]]) -> None:
-    """Read all tokens of the texts but the last, not too many at a time."""
+    """Read all tokens of the texts except the last, some rows at a time."""
     longest = max(map(len, starts))
     if longest < 2:
         return

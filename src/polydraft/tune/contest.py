@@ -1,7 +1,7 @@
 """A contest of decoders: all write the same prompts in turns, and the slower half drops out, again and again.
 
-Successive halving (Jamieson and Talwalkar, 2016) spends most of the time on the candidates that are hard to tell apart.
-Plain decoding takes part to the end: it is what speed-ups are measured against.
+Successive halving (Jamieson and Talwalkar, 2016) spends most of the time on candidates that are hard to tell apart. Plain
+decoding, the baseline of all speed-ups, stays until the end.
 """
 
 import math
@@ -21,7 +21,7 @@ _RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Lap:
-    """One batch of prompts, as one candidate wrote it."""
+    """One batch of prompts, written by one candidate."""
 
     tokens: int
     seconds: float
@@ -54,7 +54,7 @@ class Candidate:
 
 
 def resampled_sums(table_KF: NDArray[Any]) -> NDArray[Any]:
-    """Return the sums of a table's columns, `[1 + X, F]`: of its rows as they are, then of X resamples of them."""
+    """Return the sums of a table's columns, `[1 + X, F]`: of its rows, then of X resamples of them."""
     count = len(table_KF)
     drawn_XK = np.random.default_rng(0).integers(count, size=(_RESAMPLES, count))
     weights_XK = np.stack([np.bincount(drawn_K, minlength=count) for drawn_K in drawn_XK])
@@ -62,19 +62,19 @@ def resampled_sums(table_KF: NDArray[Any]) -> NDArray[Any]:
 
 
 def interval_of(figures_X: NDArray[Any]) -> tuple[float, float, float]:
-    """Return a figure and its 95 % bootstrap interval, from the figure itself and those of resamples."""
+    """Return a figure and its 95 % bootstrap interval, given the figure and those of resamples."""
     low, high = np.quantile(figures_X[1:], [0.025, 0.975])
     return float(figures_X[0]), float(low), float(high)
 
 
 def speedup_interval(table_K4: NDArray[Any]) -> tuple[float, float, float]:
-    """Return a speed-up and its 95 % interval, resampling rows: tokens and seconds of one setting, and of the baseline."""
+    """Return a speed-up and its 95 % interval over rows: tokens and seconds of one setting, then of the baseline."""
     sums_4X = np.maximum(resampled_sums(table_K4), 1e-9).T
     return interval_of(sums_4X[0] / sums_4X[1] / (sums_4X[2] / sums_4X[3]))
 
 
 def mean_interval(values_K: NDArray[Any]) -> tuple[float, float, float]:
-    """Return a mean and its 95 % interval, resampling values: such as differences of two settings on each prompt."""
+    """Return a mean and its 95 % interval over values, such as differences between two settings for each prompt."""
     return interval_of(resampled_sums(values_K[:, None])[:, 0] / len(values_K))
 
 
@@ -88,23 +88,16 @@ def schedule(rivals: int) -> Iterator[tuple[int, int]]:
 
 
 def planned_turns(rivals: int) -> int:
-    """Return how many laps all candidates of a contest run together, plain decoding included."""
+    """Return how many laps all candidates run in total, plain decoding included."""
     return sum((1 + remaining) * laps for remaining, laps in schedule(rivals))
 
 
 def hold_contest(
     plain: Candidate, rivals: Sequence[Candidate], run: Callable[[Candidate, int], Lap], out_of_time: Callable[[], bool]
 ) -> list[Candidate]:
-    """Hold a contest and return the rivals that are left at its end.
+    """Hold a contest and return the rivals left at its end.
 
-    Parameters
-    ----------
-    plain : Candidate
-    rivals : sequence of Candidate
-    run : callable
-        Lets a candidate run its lap of this number.
-    out_of_time : callable
-        Asked after every lap that all have run.
+    `run` lets a candidate run the lap of a number; `out_of_time` is checked after each lap that all have run.
     """
     remaining = list(rivals)
     for places, laps in schedule(len(rivals)):
@@ -119,6 +112,6 @@ def hold_contest(
 
 
 def winner(plain: Candidate, finalists: Sequence[Candidate]) -> Candidate:
-    """Return the fastest finalist that is faster than plain decoding beyond doubt, or else plain decoding."""
+    """Return the fastest finalist that is certainly faster than plain decoding, or else plain decoding."""
     sure = [one for one in finalists if one.speedup(plain)[1] > 1]
     return max(sure, key=lambda one: one.rate, default=plain)

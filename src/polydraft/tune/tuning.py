@@ -53,14 +53,7 @@ class Result(Pick):
 
 
 class Tuning:
-    """Time the candidates of a pair on this machine.
-
-    Parameters
-    ----------
-    options : TuneOptions
-    observer : callable, optional
-        For progress.
-    """
+    """Times the candidates of a pair on this machine."""
 
     def __init__(self, options: TuneOptions, observer: Observer | None = None) -> None:
         self.options, self._observer = options, observer or (lambda *_: None)
@@ -91,20 +84,20 @@ class Tuning:
         return profile_file(self.options.target, self.draft_name, self._place, self._format)
 
     def profile(self, picks: Sequence[Pick]) -> Profile:
-        """Return the picks with what they were chosen by and what they hold for."""
+        """Return the picks with their figures, and the machine, models and version they hold for."""
         options = LoadOptions(self.options.target, self.draft_name, native=self.options.native)
         figures = {"made": time.strftime("%Y-%m-%d"), "results": [asdict(one) for one in self.results]}
         return Profile(origin=origin_of(options, self.draft_name, self._place, self._format), picks=picks, figures=figures)
 
     def candidates(self, use: Use) -> list[Candidate]:
-        """Return what takes part in a contest, plain decoding first."""
+        """Return the candidates of a contest, plain decoding first."""
         asked = self.options
         untuned = LoadOptions(asked.target, self.draft_name, device=asked.device, dtype=asked.dtype, profile=NONE)
         columns = None if self._draft is None else self._draft.num_columns
         return usual_candidates(use, self._place.type, resolved(untuned).tree, columns)
 
     def _contest(self, use: Use, number: int, count: int) -> list[Result]:
-        """Hold one contest of several; preparing the candidates does not count against its share of the time."""
+        """Hold one contest of several; preparing the candidates does not count as its time."""
         plain, *rivals = entered = self.candidates(use)
         steps, seconds = len(entered) + planned_turns(len(rivals)), 60 * self.options.minutes / count
         done, began = 0, math.inf
@@ -140,7 +133,7 @@ class Tuning:
 
 
 def usual_candidates(use: Use, device: str, default: str, columns: int | None) -> list[Candidate]:
-    """Return plain decoding, and what may beat it: the default and other trees, or n-grams where no draft has columns."""
+    """Return plain decoding and what may beat it: the default and other trees, or n-grams without a draft."""
     plain = Candidate("plain decoding")
     if columns is None:
         return [plain, *(Candidate(drafter, drafter=drafter) for drafter in _NGRAMS)]
