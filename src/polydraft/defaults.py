@@ -96,8 +96,10 @@ def default_tree(
     return found.replace(BY_LOAD, "") if shared else found
 
 
-def default_draft(target: str) -> str:
-    """Return the draft that is known for a target: the one that ships for it, a head beside it, one trained for it, or none."""
+def default_draft(target: str, given: str = AUTO) -> str:
+    """Return the given draft; for ``"auto"`` the one that ships, a head beside the target, one trained for it, or none."""
+    if given != AUTO:
+        return given
     return SHIPPED_DRAFT if source_name(target) == BUNDLED else known_draft(target) or NONE
 
 

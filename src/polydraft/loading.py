@@ -164,7 +164,7 @@ def _tuned(
     """Put what `polydraft tune` found in place of what was left open, where all of it was left open."""
     if not leaves_drafting_open(options):
         return options
-    draft = default_draft(options.target) if options.draft == AUTO else options.draft
+    draft = default_draft(options.target, options.draft)
     found = tuned(options, draft, place, number_format, batch=batch, temperature=temperature)
     if found is None:
         return options

@@ -34,7 +34,7 @@ class Worker:
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         """Return the results of the batch's one share."""
-        rows = pickle.loads(batch["rows"][0])  # our own, of a moment ago
+        rows = pickle.loads(batch["rows"][0])  # pickled by us a moment ago
         found = [one for group in generate_rows(self._decoder, rows, self._task, self._options) for one in group]
         return {"results": np.array([json.dumps(found)], dtype=object)}
 

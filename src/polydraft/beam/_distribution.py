@@ -287,8 +287,7 @@ class DistributionMaker:
                 return None
             best_RK, columns_RK = _top(logits_RV, params.top_k + _TIES)
             if params.top_p < 1:
-                # Among equals the last tokens come first, which topk does not promise: the cut may go right through them, and
-                # the warper keeps those.
+                # Among ties the last tokens must come first: the cut may fall among them, and the warper keeps the last ones.
                 columns_RK, order_RK = columns_RK.sort(-1, descending=True)
                 best_RK, order_RK = best_RK.gather(1, order_RK).sort(dim=-1, descending=True, stable=True)
                 columns_RK = columns_RK.gather(1, order_RK)

@@ -99,7 +99,9 @@ class TargetPredictions:
         if self.distribution.has_processors:
             try:
                 self._find([node])
-            except Exception:  # a processor may refuse texts that no beam will have; if one does, its error comes then
+            except (
+                Exception
+            ):  # a processor may fail on texts that no beam will have; if a beam has one, the error is raised then
                 return False
         return True
 

@@ -201,7 +201,7 @@ class HeadReader(TreeReader):
         head, (own_NH, theirs_NF) = self._head, (self._tree.bank.values_NF, self._target.bank.values_NF)
         joined_TH = torch.zeros(len(known_T), head.hidden_size, dtype=head.dtype, device=head.device)
         if can_sync(joined_TH) and not self._tree.captures:
-            # Compute only what is asked for.
+            # Compute only the rows that are needed.
             for rows_T, bank, ready in ((guessed_T, own_NH, lambda own_RH: own_RH), (known_T, theirs_NF, head.fused)):
                 here_T = rows_T >= 0
                 if bank is not None and here_T.any():

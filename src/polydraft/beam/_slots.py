@@ -167,7 +167,7 @@ class SlotTree:
         depths = [node.depth - self._base for node in nodes]
         rows_XT = self._inputs.rows(nodes)
         if len(nodes) == 1 and not self._visible_UU[start, :stop].all():
-            # A context lets a single token see everything; a second one, which nobody will see, makes it use the mask.
+            # A context lets a single token see everything; a second token, which is not used, makes it apply the mask.
             self._visible_UU[stop] = False
             self._visible_UU[stop, stop] = True
             tokens, depths, stop = tokens * 2, depths * 2, stop + 1

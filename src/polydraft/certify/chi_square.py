@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 FALSE_ALARM = 1e-4
-"""Probability that a correct rule fails any of its statistical tests; as seeds are fixed, a rule that passes always does."""
+"""Probability that a correct rule fails any of its statistical tests; seeds are fixed, so results repeat."""
 LEAST_EXPECTED = 5.0
 """Cells expected less often are pooled: below, the statistic does not follow its limit distribution."""
 _BINS = 16

@@ -23,9 +23,9 @@ from polydraft.trees import causal_block
 _LEAST_GAP = 1e-3
 """Logits closer than this are a near-tie in any precision."""
 _NOISE_FACTOR = 4.0
-"""So are logits closer than this many times the rounding seen at that very place."""
+"""So are logits closer than this many times the rounding measured at that place."""
 _WATCHED = 16
-"""Likeliest tokens that are looked at: for rounding, and for what an endpoint emitted; a near-tie is among the first two."""
+"""Likeliest tokens to check, for rounding and for the token an endpoint emitted; a near-tie is among the first two."""
 _GREEDY = SamplingParams(temperature=0)
 _SURE = 0.99
 _UNFINISHED = "\ufffd"
@@ -38,7 +38,7 @@ class Likeness(StrEnum):
 
     IDENTICAL = "identical"
     NEAR_TIE = "near-tie"
-    """They diverge where two logits are all but equal: a matrix product of another shape rounds differently."""
+    """They diverge where two logits are nearly equal: a matrix product of another shape rounds differently."""
     DIFFERENT = "different"
 
 
@@ -87,7 +87,7 @@ class Judgement:
 
     likeness: Likeness
     near_ties: int = 0
-    """Places where the text took the other of two all but equal logits; after each of them it is right again."""
+    """Places where the text took the other of two nearly equal logits; after each it is right again."""
     details: dict[str, Any] | None = None
     """Where and how it differs."""
 

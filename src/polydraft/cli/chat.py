@@ -57,7 +57,7 @@ def command(system: str | None, **options: Any) -> None:
             except UsageError as error:
                 if not interactive:
                     raise
-                messages.pop()  # a turn that does not fit ends by itself, not with the conversation
+                messages.pop()  # drop a turn that does not fit, and keep the conversation
                 click.echo(f"polydraft: error: {error}; /reset forgets the conversation", err=True)
                 continue
             stats = result.stats
@@ -87,5 +87,5 @@ def _read_line(interactive: bool) -> str | None:
             return None if line is None else line.strip()
         except (EOFError, KeyboardInterrupt):
             return None
-        except UnicodeDecodeError as error:  # typed, so there is somebody to type it again
+        except UnicodeDecodeError as error:  # typed by a user, who can try again
             click.echo(f"polydraft: error: {not_text(error)}", err=True)

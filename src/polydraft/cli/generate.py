@@ -274,7 +274,7 @@ def _generate_beams(task: Task, beams: BeamChoices) -> None:
         if choices.draft not in ("auto", "none"):
             raise UsageError(f"--twins needs no draft, but --draft {choices.draft} is given; leave one of them out")
         task = dataclasses.replace(task, choices=dataclasses.replace(choices, draft="none"))
-    decoder = dataclasses.replace(task.choices, profile="none").decoder()  # which is of trees, not of forests
+    decoder = dataclasses.replace(task.choices, profile="none").decoder()  # profiles are about trees, not forests
     beam_decoder = BeamDecoder(decoder)
     if beam_decoder.draft is None and not options.twins:
         for name in ("draft_width", "draft_depth", "width_threshold"):

@@ -142,7 +142,7 @@ def decision(target: str, draft: str, out: Path, device: str, dtype: str, thread
     from polydraft.models.translation import refuse_translated
     from polydraft.train.decision_training import train_decision
 
-    name = default_draft(target) if draft == "auto" else draft
+    name = default_draft(target, draft)
     if name == "none":
         raise UsageError("a decision model needs a draft; pass --draft NAME, a folder, or early-exit:k")
     place = _place(device, dtype, threads)

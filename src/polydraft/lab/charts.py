@@ -49,10 +49,10 @@ _CAP = 3.0
 _DODGE = 5.0
 """Pixels between the figures of two curves at one place, so that their error bars do not hide each other."""
 _TURN, _SLOPE = -40.0, 0.64
-"""Degrees by which names are turned that would not fit side by side, and the height of a turned pixel."""
+"""Degrees by which names that do not fit side by side are turned, and the height of a turned pixel."""
 
 Series = Mapping[str, Sequence[float | None]]
-"""Name to figures, one for each column; None where there is none."""
+"""Figures by name, one per column; None if missing."""
 
 
 @dataclass(frozen=True)

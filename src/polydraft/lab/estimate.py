@@ -7,8 +7,8 @@ from itertools import pairwise
 from typing import Any
 
 LEAST_PROMPTS = 6
-"""With fewer there is no interval: to resample one prompt gives one number, and five may all be faster by chance (one time in
-16, in either direction)."""
+"""With fewer there is no interval: resampling one prompt gives one number, and five prompts are all faster, or all slower, by
+chance one time in 16."""
 _NORMAL = 1.96
 """Standard errors on either side of a mean that make a 95 % interval."""
 _LOW, _HIGH = "_low", "_high"

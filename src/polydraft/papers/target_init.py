@@ -151,7 +151,7 @@ class LongestVerdict(Verdict):
     """Distribution after the last emitted token: the target's, or what rejection left of it. At temperature 0: an order of
     tokens."""
     known_B: Tensor
-    """Whether that distribution is known: not where nothing was accepted."""
+    """Whether that distribution is known; not if nothing was accepted."""
 
 
 class LongestWalk(Walk):

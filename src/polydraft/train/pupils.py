@@ -26,7 +26,7 @@ _CHUNK_BYTES = 2**29
 _CHUNK_ROWS, _CANDIDATES = 256, 4
 """Positions whose acceptance is measured at a time, and the candidates drawn at each."""
 _LAYERS, _WIDTH = 3, 256
-"""Sizes of a new draft, unless others are asked for."""
+"""Default sizes of a new draft."""
 
 
 @dataclass(frozen=True, eq=False)

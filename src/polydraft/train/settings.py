@@ -9,7 +9,7 @@ from polydraft.output import check_file
 
 LOSSES = ("kl", "tv", "kl+tv", "lk")
 LENGTHS = (1, 2)
-"""Texts are as long as asked for, or, where a prompt is too long for that, twice as long."""
+"""Factors of the length of texts: those with a long prompt are twice as long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,7 @@ class DraftSize:
 
     @property
     def given(self) -> list[str]:
-        """Flags of the sizes that were asked for."""
+        """Flags of the sizes that were given."""
         return [flag for flag, size in (("--layers", self.layers), ("--width", self.width)) if size is not None]
 
     def check(self) -> None:
@@ -49,7 +49,7 @@ class HeadSize:
 
     @property
     def given(self) -> list[str]:
-        """Flags of the sizes that were asked for."""
+        """Flags of the sizes that were given."""
         return [flag for flag, is_given in (("--mlp", self.mlp_size > 0), ("--taps", self.taps is not None)) if is_given]
 
     def check(self) -> None:

@@ -14,7 +14,7 @@ from polydraft.loading import make_decoder, resolved
 from polydraft.models import check_prompts
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
-from polydraft.options import AUTO, LoadOptions
+from polydraft.options import LoadOptions
 from polydraft.profile import NONE, Pick, Profile, origin_of, profile_file
 from polydraft.prompts import load_prompts
 from polydraft.sampling import SamplingParams
@@ -57,7 +57,7 @@ class Tuning:
 
     def __init__(self, options: TuneOptions, observer: Observer | None = None) -> None:
         self.options, self._observer = options, observer or (lambda *_: None)
-        self.draft_name = default_draft(options.target) if options.draft == AUTO else options.draft
+        self.draft_name = default_draft(options.target, options.draft)
         self._place = resolve_device(options.device)
         self._format = resolve_dtype(options.dtype, self._place)
         texts = load_prompts(options.source, _MOST_PROMPTS)

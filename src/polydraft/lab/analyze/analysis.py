@@ -40,7 +40,7 @@ class Pair:
 
     def __init__(self, target: str, draft: str, device: str, dtype: str) -> None:
         self.target_name = target
-        self.draft_name = default_draft(target) if draft == "auto" else draft
+        self.draft_name = default_draft(target, draft)
         if self.draft_name == "none":
             raise UsageError(f"target {target!r} has no draft to compare with; pass --draft NAME, a folder, or early-exit:k")
         self.device: torch.device = resolve_device(device)

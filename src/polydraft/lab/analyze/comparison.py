@@ -30,7 +30,7 @@ Optimum = Callable[[Tensor, Tensor, int], Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """What a scheme accepts, and what could be accepted of its drafts."""
+    """A scheme's acceptance, and the optimum for its drafts."""
 
     scheme: str
     drafts: int
@@ -40,21 +40,21 @@ class Row:
     standard_error: float | None
     """Of the acceptance, over prompts; None with a single prompt."""
     optimum: float | None
-    """α*: the most that any exact verifier could accept of drafts drawn like that; None where the drawing is not known."""
+    """α*: the largest acceptance of any exact verifier for drafts drawn this way; None if it is not known."""
     optimum_standard_error: float | None
     """Of the optimum, over prompts."""
     gap: float | None
     """α* − α."""
     gap_standard_error: float | None
-    """Of the gap, paired by position, so that what both have in common cancels."""
+    """Of the gap, paired by position, so that shared variation cancels."""
     drawing: str | None
     """How the drafts are drawn."""
     paper_bound: float | None = None
-    """What the paper prints for α*, which for distinct drafts belongs to another drawing."""
+    """The paper's α*, which for distinct drafts belongs to another way of drawing."""
     paper_bound_standard_error: float | None = None
 
     def as_dict(self, *, paper_bound: bool) -> dict[str, Any]:
-        """Return the fields by name, the paper's bound only if asked for."""
+        """Return the fields by name, with or without the paper's bound."""
         fields = asdict(self)
         if not paper_bound:
             del fields["paper_bound"], fields["paper_bound_standard_error"]
@@ -68,7 +68,7 @@ class Drawing:
     name: str
     optimum: Optimum
     published: Optimum | None = None
-    """What the paper prints for it; None where it has nothing."""
+    """The paper's formula, if it has one."""
 
 
 WITH_REPLACEMENT = Drawing("independent", with_replacement_optimum, with_replacement_optimum)
@@ -119,7 +119,7 @@ class Comparison:
     def row(self, name: str, count: int) -> Row:
         """Return the row of a scheme with a number of drafts that it can take."""
         scheme = SCHEMES.get(name)()
-        # A generator of its own makes a scheme's figures the same whichever others are asked for.
+        # With its own generator, a scheme's figures do not depend on which others are computed.
         generator = torch.Generator().manual_seed(self._seed % 2**32)
         value_R = self._over_rows(lambda one, other: acceptance(scheme, one, other, count, generator=generator).value_R)
         drawing = drawing_of(scheme)
@@ -217,8 +217,7 @@ def _own_optimum(scheme: Hybrid) -> Optimum:
             if not sure_R.any():
                 break
             certain_R += sure_R
-            # Of equally likely tokens it is the scheme's that are certain: put above the others, whose distribution that leaves
-            # alone.
+            # The scheme decides which of equally likely tokens are certain: raise those, which leaves the others' distribution.
             raised_RV = raised_RV.scatter_add(1, distribution_RV.argmax(-1, keepdim=True), sure_R[:, None].double())
         return hybrid_optimum(target_probs_RV, raised_RV / raised_RV.sum(-1, keepdim=True), count, certain_R)
 

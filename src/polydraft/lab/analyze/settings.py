@@ -82,7 +82,7 @@ class AnalyzeSettings(PairOptions):
 
     @property
     def scheme_names(self) -> tuple[str, ...]:
-        """The schemes asked for, each once."""
+        """Names of the schemes, each once."""
         from polydraft.verify import SCHEMES
 
         return tuple(dict.fromkeys(self.schemes or SCHEMES.names()))

@@ -118,7 +118,7 @@ def combined(spec: MethodSpec, bench: Bench) -> Method:
     trees = [name for name in names if name in _TREES]
     if not trees:
         return _ngrams(spec, bench)
-    if "+" in spec.argument:  # a second name behind the first one's argument would read as part of a tree
+    if "+" in spec.argument:  # a second name after the first one's argument would be read as part of a tree
         raise UsageError(
             f"method {spec.text!r}: {spec.argument!r} is not an argument; allowed: one tree, with its argument last, as in "
             "lookup+mcsd:4x2x1"
@@ -165,7 +165,7 @@ def _beams(spec: MethodSpec, bench: Bench, mode: str, *, with_draft: bool) -> Me
         drafter = make_drafter(Parts(target=bench.target.model, draft=bench.draft_for(spec), topology=parse_tree("1")))
     decoder = BeamDecoder(Decoder(bench.target.model, drafter, eos_token_ids=bench.target.eos_token_ids))
     options = {"mode": mode, "beams": spec.count(default=4), **_beam_options(spec, mode, with_draft)}
-    BeamOptions(**options)  # refuses what is wrong before there is a prompt
+    BeamOptions(**options)  # refuses wrong options before there is a prompt
     if mode == "sample":
         options["sampling"] = bench.params
     return _streamed(spec, bench, decoder.stream, comparable=False, **options)
@@ -209,8 +209,8 @@ def _measured(spec: MethodSpec, bench: Bench, decoder: Decoder, parents: tuple[i
     longest = bench.longest_prompt + bench.max_new_tokens
 
     def generate_batch(prompts: list[list[int]], seed: int) -> tuple[list[list[Token]], list[Stats]]:
-        # A decoder of its own, because its memories, which a GPU's decoder keeps, are as large as the batch. Rows have random
-        # numbers of their own: with equal seeds a text is the one that it is alone.
+        # A separate decoder, because a GPU's decoder keeps its caches, which are as large as the batch. Rows have their own
+        # random numbers: with equal seeds each text is the same as alone.
         seeds = [seed] * len(prompts)
         stream = decoder.replace().stream(prompts, max_new_tokens=bench.max_new_tokens, seed=seeds, sampling=bench.params)
         texts: list[list[Token]] = [[] for _ in prompts]

@@ -31,7 +31,7 @@ _PLAIN_DISTRIBUTION = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
 }
-"""Each at the value that switches it off: the package's own defaults truncate."""
+"""All switched off, because the package's defaults truncate."""
 
 
 @METHODS.register("hf")
@@ -134,7 +134,7 @@ def _compiled_options(bench: Bench) -> dict[str, Any]:
     # reduce-overhead means CUDA graphs, which is what transformers itself chooses on a GPU.
     mode = "reduce-overhead" if captures(bench.target.model.device) else "default"
     config = CompileConfig(backend=_BACKEND, mode=mode)
-    config._compile_all_devices = True  # CPUs too: by itself transformers compiles on GPUs only
+    config._compile_all_devices = True  # on CPUs too: transformers compiles only on GPUs by default
     return {"cache_implementation": "static", "compile_config": config}
 
 
@@ -168,12 +168,12 @@ def llama_cpp(spec: MethodSpec, bench: Bench) -> Method:
         str(weights),
         n_ctx=bench.longest_prompt + bench.max_new_tokens,
         n_threads=threads,
-        n_threads_batch=threads,  # prompts too: by itself it takes every core
+        n_threads_batch=threads,  # for prompts too, for which it would take every core
         verbose=False,
     )
 
     def tokens(prompt: list[int], seed: int) -> Iterator[int]:
-        engine.reset()  # or it would keep what a prompt shares with the one before it
+        engine.reset()  # or it would keep the prefix that prompts share
         engine.set_seed(seed % SEEDS)
         yield from engine.generate(prompt, temp=bench.params.temperature, **_PLAIN_DISTRIBUTION)  # temp=0 is its greedy sampler
 
@@ -222,7 +222,7 @@ def _one_by_one(spec: MethodSpec, bench: Bench, endless: Callable[[list[int], in
 def _llama_cpp_library() -> Any:
     try:
         import llama_cpp
-    except (ImportError, OSError, RuntimeError) as problem:  # its shared library can be missing or another machine's
+    except (ImportError, OSError, RuntimeError) as problem:  # its shared library may be missing, or for another machine
         raise UsageError(
             f"method 'llama.cpp' needs the package llama-cpp-python, which cannot be loaded ({first_line(problem)}); "
             f"get it with: pip install llama-cpp-python, or give a build of llama.cpp with lib=PATH or {VARIABLE}"

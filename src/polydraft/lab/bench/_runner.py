@@ -21,7 +21,7 @@ _WARM_UP_TOKENS = 8
 _WARM_UPS_OF_GPUS = 2
 """Whole texts: a kind of round is captured when it occurs for the second time."""
 _BLOCKS = 3
-"""Readings of a method's energy; their spread says what a difference is worth."""
+"""Readings of a method's energy; their spread shows which differences matter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Measurement:
     peak_bytes: int | None = None
     error: str | None = None
     log_likelihood: float | None = None
-    """The target's log-probability of the text, where it was asked for."""
+    """The target's log-probability of the text, if it was computed."""
     exact_match: bool | None = None
     """Whether the text is the prompt's answer, where it has one."""
 
@@ -103,7 +103,7 @@ class Journal:
             self._path.touch()
             for path in (self._path, self._energy_path):
                 if path.exists() and (written := path.read_bytes()) and not written.endswith(b"\n"):
-                    _append(path, "\n")  # a kill tore the last line: leave it alone
+                    _append(path, "\n")  # a kill cut the last line off: begin a new one
         except OSError as error:
             raise cannot_write(folder, error) from None
 
@@ -306,7 +306,7 @@ class Runner:
                     break
                 if first is None:
                     first = synchronised_clock(self._device) - start
-        except Exception as problem:  # a peer's failure of whatever kind is a result, and the other arms go on
+        except Exception as problem:  # any failure of a peer is a result, and the other arms continue
             error = _one_line(problem)
         seconds = synchronised_clock(self._device) - start
         return self._measurement(
@@ -324,7 +324,7 @@ class Runner:
     def _measurement(
         self, method: Method, pair: tuple[Prompt, list[int]], tokens: Sequence[Token], *, error: str | None, **figures: Any
     ) -> Measurement:
-        """Return the measurement of one text, scored by the target if asked for."""
+        """Return the measurement of one text, scored by the target if the runner has a likelihood."""
         prompt, prompt_ids = pair
         token_ids = [token.token_id for token in tokens]
         passes = [token.target_pass for token in tokens if token.target_pass is not None]
@@ -356,5 +356,5 @@ def _figures(stats: Stats) -> dict[str, Any]:
 
 def _one_line(problem: Exception) -> str:
     said = " ".join(str(problem).split())
-    # Our own messages say everything; others often mean little without their kind.
+    # Our own messages are complete; others often mean little without their type.
     return said if isinstance(problem, PolydraftError) else f"{type(problem).__name__}: {said}"[:400]

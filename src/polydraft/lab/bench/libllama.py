@@ -25,7 +25,7 @@ _FILES = ("libllama.so", "libllama.dylib")
 _BELOW = (".", "lib", "bin", "build/bin", "build/lib")
 """Where a folder may have it: installed, or just built."""
 _MACHINES = ("x86_64", "aarch64", "arm64")
-"""Where structures are passed as said above."""
+"""Where structures are passed in these ways."""
 SEEDS = 2**32 - 1
 """Seeds have 32 bits, and the highest number means "choose one at random"."""
 
@@ -84,7 +84,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 _SINCE = "llama.cpp of June 2025 or later"
 _SILENCE = _LOG(lambda level, text, data: None)
-"""Replaces its log, which goes to stderr; global, so that it outlives its callers."""
+"""Replaces its log, which goes to stderr; global, to outlive its callers."""
 
 
 def find_build(place: str) -> Path:
@@ -123,7 +123,7 @@ def _opened(file: Path) -> ctypes.CDLL:
         except AttributeError:
             raise UsageError(f"{str(file)!r} has no function {name}; use {_SINCE}") from None
         function.restype, function.argtypes = result, arguments
-    if library.llama_supports_gpu_offload():  # where layers go is written in a structure of unknown layout
+    if library.llama_supports_gpu_offload():  # the placement of layers is in a structure of unknown layout
         raise UsageError(f"{str(file)!r} is built for a GPU, but is measured on CPUs only; use a build without GPU support")
     library.llama_log_set(_SILENCE, None)
     library.llama_backend_init()
@@ -154,7 +154,7 @@ class LlamaCpp:
         self._most = int(library.llama_n_batch(context))
         self._memory = library.llama_get_memory(context)
         self.instructions = library.llama_print_system_info().decode(errors="replace").strip(" |\n")
-        """What it was compiled for, in its own words."""
+        """What it was compiled for, as it reports it."""
 
     def reset(self) -> None:
         """Forget the text."""

@@ -1,7 +1,4 @@
-"""Clocks, memory and energy, as far as the machine can be read.
-
-Joules come from hardware counters: NVML on NVIDIA GPUs, RAPL on CPUs that let it be read.
-"""
+"""Clocks, and meters of memory and energy: NVML counts joules on NVIDIA GPUs, RAPL on CPUs where it is readable."""
 
 import ctypes
 import ctypes.util

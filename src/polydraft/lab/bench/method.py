@@ -22,7 +22,7 @@ class Token:
     source: str
     """`"target"`, or what proposed it."""
     target_pass: int | None
-    """Which forward pass of the target made it certain, counted from 0; None where a peer does not tell."""
+    """Which forward pass of the target made it certain, counted from 0; None if a peer does not report it."""
 
 
 Tokens = Generator[Token, None, Stats | None]
@@ -61,14 +61,14 @@ class Method:
     generate: Callable[[list[int], int], Tokens]
     """`(prompt, seed) -> tokens`, to the end of the text (an end-of-text token included) or `max_new_tokens`."""
     generate_batch: Callable[[list[list[int]], int], tuple[list[list[Token]], list[Stats]]] | None = None
-    """The same for several prompts side by side, with what was counted of each text and, in the first one's, the time that all
-    took; None for methods that take one at a time."""
+    """The same for several prompts at a time, with statistics of each text, the first of which hold the time of all; None for
+    methods that take one prompt at a time."""
     parents: tuple[int, ...] | None = None
     """Shape of a static draft tree, for the report."""
     warm_up: Callable[[], Any] | None = None
-    """Does beforehand what first texts would wait for, where that is more than generating some."""
+    """Does what the first texts would otherwise wait for, if generating some is not enough."""
     comparable: bool = True
-    """Whether its greedy text must be the target's: not so for a peer with other weights."""
+    """Whether its greedy text must equal the target's; not for peers with other weights."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ METHODS: Registry[Callable[[MethodSpec, Bench], Method]] = Registry("method")
 
 
 COMBINED = "A+B"
-"""Who makes methods whose names are joined by ``+``."""
+"""The method for names joined by ``+``."""
 
 
 def _maker(name: str) -> Callable[[MethodSpec, Bench], Method]:

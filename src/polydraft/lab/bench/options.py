@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from polydraft.draft import GramTreeOptions
 
 OF_DRAFTS = ("scheme", "walk", "draft_temperature", "decision", "stop_below")
-"""Options of drafts and their trees, which n-grams alone do not have."""
+"""Options that methods of n-grams alone do not have."""
 _SETTLED = ("target", "draft", "adapter", "device", "dtype", "device_map", "profile", "native", "corpus", "tree", "drafter")
-"""Options that the benchmark as a whole, or a method's name and argument, determine."""
+"""Options fixed by the benchmark as a whole, or by a method's name and argument."""
 _MOST_SECONDS = 3600
 
 

@@ -22,7 +22,6 @@ from polydraft.lab.papers.pages import FILE, drawings, keep, reproduction, write
 from polydraft.lab.papers.paper import LARGE_TARGET, PAPERS, SIZES, DistributionRun, Results, Run
 from polydraft.models.fingerprint import digest_of
 from polydraft.models.placement import resolve_device
-from polydraft.options import AUTO
 from polydraft.output import check_folder, read_settings, write_text
 from polydraft.papers.decision import shipped_decision
 
@@ -31,7 +30,7 @@ logger = logging.getLogger(__name__)
 _ROWS = "analysis.json"
 _MODELS = {"target", "draft"}
 RunBench = Callable[[BenchSession, Path], dict[str, Any]]
-"""Makes a benchmark in a folder and returns its results; shows progress as it likes."""
+"""Runs a benchmark in a folder and returns its results."""
 
 
 class Reproduction:
@@ -48,7 +47,7 @@ class Reproduction:
         self._options, self._given = dict(options), set(given)
         self._models = models
         self._missed: set[str] = set()
-        """Files that runs need and that are not there, as far as it was said."""
+        """Missing files that were reported already."""
         self._on_gpu = captures(resolve_device(options["device"]))
         for run in self.paper.runs:
             self._source(run)
@@ -113,7 +112,7 @@ class Reproduction:
 
     def _methods(self, run: Run) -> tuple[str, ...]:
         """Return the methods of a run, except those whose decision model does not ship with the draft."""
-        draft = default_draft(self._options["target"]) if self._options["draft"] == AUTO else self._options["draft"]
+        draft = default_draft(self._options["target"], self._options["draft"])
         left_out = set() if self.size.whole else {*run.more} - {*run.methods}
         wanted = {one: MethodSpec.parse(one).options.get("decision") for one in run.arms if one not in left_out}
         return tuple(one for one, kind in wanted.items() if kind is None or shipped_decision(draft, kind) is not None)

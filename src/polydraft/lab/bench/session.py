@@ -68,7 +68,7 @@ class BenchSession:
             torch.set_num_threads(options.threads)
         check_device_map(options.device_map, options.device)
         device = resolve_device(options.device)
-        draft_name = default_draft(options.target) if options.draft == "auto" else options.draft
+        draft_name = default_draft(options.target, options.draft)
         self.loaded, draft = (models or Models()).load(options, device, draft_name)
         encoder = Decoder(self.loaded.model, tokenizer=self.loaded.tokenizer)
         encoded = [(prompt, encoder.encode(prompt.content, chat=not options.raw)) for prompt in prompts]

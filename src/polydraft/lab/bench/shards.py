@@ -60,7 +60,7 @@ class Part:
     folder: Path
     shard: Shard
     settings: dict[str, Any]
-    """What it was asked for, the shard left out."""
+    """Its options, without the shard."""
     results: dict[str, Any]
     measurements: list[Measurement]
 
@@ -81,7 +81,7 @@ class Part:
         if not (folder / "results.json").exists():
             raise UsageError(f"shard {shard} in {folder} is not finished; finish it with --resume, then merge")
         results = load_results(folder)
-        # More methods or repeats may have been asked for later, in a run that was interrupted.
+        # A later run with more methods or repeats may have been interrupted.
         finished = (list(results["methods"]), results["settings"]["repeat"])
         if finished != (list(dict.fromkeys(settings["methods"])), settings["repeat"]):
             raise UsageError(f"shard {shard} in {folder} is not finished; finish it with --resume, then merge")

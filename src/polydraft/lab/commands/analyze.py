@@ -26,7 +26,7 @@ _USUAL = {
     "temperature": ("0.1,0.25,0.5,0.75,1.0,1.25,1.5", "3"),
     "drafts": ("0.7", "1,2,3,4,6,8"),
 }
-"""What --sweep looks at, temperatures and drafts, unless told otherwise; 3 drafts and 0.7 are the paper's own."""
+"""Default temperatures and numbers of drafts, by --sweep; 3 drafts and 0.7 are the paper's."""
 _LIST: dict[str, Any] = {"type": str, "multiple": False, "default": None, "show_default": False}
 _KEPT_BYTES = 2**31
 """Of distributions in the user's cache folder; in --out all are kept."""
@@ -138,6 +138,6 @@ def _cells(row: "Row", paper_bound: bool) -> list[str]:
 def _figure(value: float | None, error: float | None) -> str:
     if value is None:
         return "-"
-    # Rounding leaves some 1e-17 on either side of nothing.
+    # Rounding turns 0 into some 1e-17 of either sign.
     written = f"{value if abs(value) >= 5e-5 else 0.0:.4f}"
     return written if error is None else f"{written} ±{error:.4f}"
