@@ -1,6 +1,6 @@
 """Write the pages in docs/papers anew, from the figures that are kept beside them.
 
-python benchmarks/papers.py                   # tables and drawings from docs/papers/results
+python benchmarks/papers.py                   # tables and charts from docs/papers/results
 python benchmarks/papers.py results/papers    # take over what `polydraft bench --reproduce all --out results/papers` measured
 """
 
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from polydraft.lab.papers import PAPERS
-from polydraft.lab.papers.pages import CLAIMS, all_claims, contest, drawings, filled, page_sections, read_kept
+from polydraft.lab.papers.pages import CLAIMS, all_claims, charts, contest, filled, page_sections, read_kept
 
 PAGES = Path(__file__).parents[1] / "docs" / "papers"
 
@@ -21,8 +21,8 @@ def rendered() -> dict[Path, str]:
         papers[name] = paper, results = PAPERS.get(name), read_kept(PAGES / "results" / f"{name}.json")
         page = PAGES / f"{name}.md"
         files[page] = filled(page.read_text(encoding="utf-8"), page_sections(paper, results, f"plots/{name}-"))
-        for drawing in drawings(paper, results):
-            files[PAGES / "plots" / f"{name}-{drawing.file}"] = drawing.content
+        for chart in charts(paper, results):
+            files[PAGES / "plots" / f"{name}-{chart.file}"] = chart.content
     overview = PAGES / "README.md"
     files[overview] = filled(overview.read_text(encoding="utf-8"), {CLAIMS: all_claims(papers), "contest": contest(papers)})
     return files

@@ -106,8 +106,9 @@ def dynamic_width(target_probs_U: Floats, draft_probs_U: Floats, drafts: int, *,
 
     Notes
     -----
-    The sum of eq. 5 starts at k = 0. The width depends on the distributions and the number of drafts, never on which they are:
-    that would change the distribution of the beams. For distinct drafts the recursion is an estimate, which costs no exactness.
+    The sum of eq. 5 starts at k = 0. The width depends on the distributions and the number of drafts, never on the drafts
+    themselves, which would change the distribution of the beams. For distinct drafts the recursion is only an estimate, which
+    does not affect exactness.
     """
     chances = count_distribution(acceptance_chances(target_probs_U, draft_probs_U, drafts))
     reached = 1.0 - np.concatenate([[0.0], np.cumsum(chances)[:-1]])  # P(at least K) for K = 0 to m

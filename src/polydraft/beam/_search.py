@@ -1,4 +1,4 @@
-"""Beam search, and beam sampling as search over noisy scores: the texts of plain decoding, in fewer target passes.
+"""Beam search, and beam sampling as search over noisy scores: the texts of plain decoding in fewer target passes.
 
 References
 ----------
@@ -36,8 +36,8 @@ class SearchRun(BeamRun):
     -----
     The draft runs its own, wider beam search, and the target passes the whole forest at once. A step needs only the target's
     distributions after the W running beams. A beam outside the forest, whose distribution is unknown, does no harm if W
-    continuations of the others score higher than the beam itself: scores only fall, so none of its own would be kept. So every
-    step is a step of plain beam search, up to the rounding of matrix products of another shape.
+    continuations of the others score higher than that beam: scores only fall, so none of its continuations would be kept. So
+    every step is a step of plain beam search, up to the rounding of matrix products of another shape.
     """
 
     def _best(self, *, of_draft: bool) -> int | None:

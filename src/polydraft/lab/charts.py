@@ -56,7 +56,7 @@ Series = Mapping[str, Sequence[float | None]]
 
 
 @dataclass(frozen=True)
-class Drawing:
+class Chart:
     """One picture of a reproduction."""
 
     file: str

@@ -1,7 +1,7 @@
-"""The few SVG shapes the charts are made of, and the ticks of an axis.
+"""The few SVG shapes that charts consist of, and the ticks of an axis.
 
-Two kinds of drawing keep text legible at every width. *Fluid* ones give x in per cent of the page's width and y in pixels, so
-nothing is scaled. *Panels* have a fixed viewBox about as wide as a phone and stand side by side where there is room.
+Two kinds of drawing keep text legible at every width. *Fluid* ones have x in per cent of the page's width and y in pixels, so
+nothing is scaled. *Panels* have a fixed viewBox about as wide as a phone, and stand side by side if there is room.
 """
 
 import html
@@ -55,7 +55,7 @@ def text_width(words: str) -> float:
 
 @dataclass(frozen=True)
 class Box:
-    """An upright rectangle, to see what collides."""
+    """An upright rectangle, for collisions."""
 
     left: float
     top: float
@@ -69,7 +69,7 @@ class Box:
 
     @classmethod
     def along(cls, x1: float, y1: float, x2: float, y2: float) -> "list[Box]":
-        """Cover a stroke with small squares."""
+        """Cover a line with small squares."""
         steps = max(1, math.ceil(math.hypot(x2 - x1, y2 - y1) / 4))
         shares = [step / steps for step in range(steps + 1)]
         return [cls.around(x1 + share * (x2 - x1), y1 + share * (y2 - y1), 2) for share in shares]

@@ -8,7 +8,7 @@ import pytest
 from polydraft.errors import UsageError
 from polydraft.lab.bench._runner import Journal, Measurement
 from polydraft.lab.bench.shards import Shard, merge_shards
-from polydraft.lab.charts import Drawing
+from polydraft.lab.charts import Chart
 from polydraft.lab.papers import PAPERS, Comparison, Paper, Results, Run
 
 METHODS = ("ar", "sd:2", "mcsd:2x1")
@@ -170,11 +170,11 @@ def test_missing_and_unfinished_shards_are_refused(invoke, tmp_path: Path) -> No
 
 def small_paper(results: Results) -> list[Comparison]:
     rows = [[run, str(found["methods"]["mcsd:2"]["prompts"])] for run, found in results.items()]
-    drawing = Drawing("prompts.svg", "a picture", "<svg/>")
+    chart = Chart("prompts.svg", "a picture", "<svg/>")
     return [
         Comparison(
             key="small", title="Small", runs=("t0",), columns=["run", "prompts"], ours=rows, published_note="nowhere",
-            published_columns=["T"], published=[["1"]], drawings=[drawing],
+            published_columns=["T"], published=[["1"]], charts=[chart],
         )
     ]  # fmt: skip
 

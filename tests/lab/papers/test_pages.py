@@ -145,7 +145,7 @@ def test_what_was_not_measured_is_said_to_be_so(name: str) -> None:
     missing = [one for one in paper.tables(results) if not measured(one)]
     assert page.count("**Ours**: not measured yet.") == len(missing)
     for one in missing:
-        assert all(drawing.file not in page for drawing in one.drawings)
+        assert all(chart.file not in page for chart in one.charts)
 
 
 def test_there_is_a_page_for_papers_only() -> None:

@@ -1,4 +1,4 @@
-"""Probabilities of both models at the same positions of the target's own text: write it, read it, keep what counts."""
+"""Probabilities of both models at the same positions of texts that the target writes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
-"""Measuring methods against each other; docs/bench-results.md describes what is written."""
+"""Benchmarks of methods against each other; docs/bench-results.md describes what is written."""
 
 SCHEMA = 1
-"""Number of the form of `results.json`."""
+"""Version of the format of `results.json`."""
 BASELINE = "ar"
 """The method that speed-ups and greedy texts are compared with."""

@@ -18,7 +18,7 @@ from polydraft.lab.bench.method import MethodSpec
 from polydraft.lab.bench.options import BenchOptions
 from polydraft.lab.bench.session import BenchSession, Models
 from polydraft.lab.bench.shards import Shard, merge_shards
-from polydraft.lab.papers.pages import FILE, drawings, keep, reproduction, write_kept
+from polydraft.lab.papers.pages import FILE, charts, keep, reproduction, write_kept
 from polydraft.lab.papers.paper import LARGE_TARGET, PAPERS, SIZES, DistributionRun, Results, Run
 from polydraft.models.fingerprint import digest_of
 from polydraft.models.placement import resolve_device
@@ -185,12 +185,12 @@ def _finished(options: BenchOptions, folder: Path) -> dict[str, Any] | None:
 
 
 def write_tables(name: str, kept: Results, out: Path) -> None:
-    """Write a paper's kept figures, its tables and its drawings into a folder that exists."""
+    """Write a paper's kept figures, its tables and its charts into a folder that exists."""
     paper = PAPERS.get(name)
     out.mkdir(parents=True, exist_ok=True)
     write_kept(kept, out / f"{name}.json")
-    for drawing in drawings(paper, kept):
-        write_text(out / drawing.file, drawing.content)
+    for chart in charts(paper, kept):
+        write_text(out / chart.file, chart.content)
     write_text(out / FILE, reproduction(paper, kept))
 
 

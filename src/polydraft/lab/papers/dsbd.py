@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from polydraft.lab.charts import Drawing, scatter
+from polydraft.lab.charts import Chart, scatter
 from polydraft.lab.estimate import LEAST_PROMPTS, Estimate, verdict
 from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
 from polydraft.tune.contest import mean_interval
@@ -100,7 +100,7 @@ def _points(results: Results, names: dict[str, str], key: str, sign: int = 1) ->
     return found
 
 
-def _figure(results: Results, key: str, file: str, across: str, sign: int = 1) -> Drawing:
+def _figure(results: Results, key: str, file: str, across: str, sign: int = 1) -> Chart:
     def short(names: dict[str, str]) -> dict[str, str]:
         return {label.replace("W_S=", "").replace("t=", "").replace("W_min=", ""): name for label, name in names.items()}
 
@@ -112,15 +112,15 @@ def _figure(results: Results, key: str, file: str, across: str, sign: int = 1) -
     }
     points = {name: _points(results, methods, key, sign) for name, methods in groups.items()}
     content = scatter(points, across=across, up="log-likelihood per token; DSBD: W_S, t, W_min")
-    return Drawing(file, f"Figures 4 and 5: quality against {across}, with the Pareto front of each method", content)
+    return Chart(file, f"Figures 4 and 5: quality against {across}, with the Pareto front of each method", content)
 
 
 def _pareto(results: Results) -> Comparison:
     joules = any(results.figure(_SPEED, method, "joules_per_token") for method in _BEAMS.values())
-    drawings = [_figure(results, "tokens_per_second", "figure-4.svg", "tokens per second")]
+    charts = [_figure(results, "tokens_per_second", "figure-4.svg", "tokens per second")]
     if joules:
         across = "joules per token, counted downwards"
-        drawings += [_figure(results, "joules_per_token", "figure-4-energy.svg", across, sign=-1)]
+        charts += [_figure(results, "joules_per_token", "figure-4-energy.svg", across, sign=-1)]
     return Comparison(
         key="pareto",
         title="Figures 4 and 5: quality against speed and energy",
@@ -130,7 +130,7 @@ def _pareto(results: Results) -> Comparison:
         published_note="SQuAD and Spider, Llama-2-13B and others; the figures print no numbers, the text states the claim",
         published=[["at equal quality DSBD is 1.5 to 1.9 times as fast as beam sampling, with 1.8 to 2.5 times less energy"]],
         remark=_WHAT if joules else f"{_WHAT} {_NO_JOULES}",
-        drawings=drawings,
+        charts=charts,
     )
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 
-from polydraft.lab.charts import Drawing, curves, grouped_columns
+from polydraft.lab.charts import Chart, curves, grouped_columns
 from polydraft.lab.estimate import Estimate
 from polydraft.lab.papers.mcsd_pairs import CHAIN, TREE
 from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, run_name, text_of
@@ -157,7 +157,7 @@ def _predicted(results: Results, run: str, method: str) -> float | None:
 
 def _paths(results: Results) -> Comparison:
     """Figure 3: which path wins, and how far it goes."""
-    rows, drawings = [], []
+    rows, charts = [], []
     paths = {"": [str(path) for path in range(_FIGURE_3_WIDTH)]}
     for temperature in _TEMPERATURES:
         panels: dict[str, dict[str, list[float | None]]] = {"share": {}, "accepted": {}}
@@ -170,7 +170,7 @@ def _paths(results: Results) -> Comparison:
         for key, file, up in (("share", "", "share of rounds won"), ("accepted", "-length", "accepted length where it wins")):
             content = grouped_columns(panels[key], paths, base=0.0, across="path", up=up)
             caption = f"Figure 3, {'left' if key == 'share' else 'right'}: {up}, by path, T={temperature:g}"
-            drawings.append(Drawing(f"figure-3{file}-t{temperature:g}.svg", caption, content))
+            charts.append(Chart(f"figure-3{file}-t{temperature:g}.svg", caption, content))
     return Comparison(
         key="paths",
         title="Figure 3: how often each of six paths wins, and its accepted length then",
@@ -180,7 +180,7 @@ def _paths(results: Results) -> Comparison:
         published_note="draft LLaMA-68M, target LLaMA-2-7B-Chat; the figure prints no numbers, the text states the claim",
         published=[["with target-initialised trees, paths other than the first win more often, and all paths accept more"]],
         remark="Lossless paths are numbered in draw order; rounds that accept nothing have no winner.",
-        drawings=drawings,
+        charts=charts,
     )
 
 
@@ -192,7 +192,7 @@ def _branches(results: Results, temperature: float, method: str) -> list[dict[st
 
 def _by_width(results: Results) -> Comparison:
     """Figure 5, left: width against acceptance, of the complete method too."""
-    rows, drawings = [], []
+    rows, charts = [], []
     for temperature in _TEMPERATURES:
         run, series = run_name("spec_bench", temperature), {}
         for label, method in _KINDS.items():
@@ -203,7 +203,7 @@ def _by_width(results: Results) -> Comparison:
             rows.append([f"{temperature:g}", label, "τ", *tokens])
         content = curves(series, [str(width) for width in _WIDTHS], across="width W", up="α of the paper")
         file = f"figure-5-t{temperature:g}.svg"
-        drawings.append(Drawing(file, f"Figure 5, left: α of the paper against the width, T={temperature:g}", content))
+        charts.append(Chart(file, f"Figure 5, left: α of the paper against the width, T={temperature:g}", content))
     return Comparison(
         key="width",
         title="Figure 5, left: width 1 to 24, α of the paper and tokens per pass τ",
@@ -212,7 +212,7 @@ def _by_width(results: Results) -> Comparison:
         ours=rows,
         published_note="MT-Bench, RTX 4090; the figure prints no numbers, the text states the claim",
         published=[["α rises with the width up to 12"]],
-        drawings=drawings,
+        charts=charts,
     )
 
 
@@ -236,7 +236,7 @@ def _speed_by_width(results: Results) -> Comparison:
             ["decision models help a little at small widths and cost speed at most others (Figure 6)"],
         ],
         remark="All arms run without CUDA graphs, and so like with like; the speed-up is over captured plain decoding.",
-        drawings=[Drawing("figure-6.svg", "Figures 5 and 6: speed against the width", content)],
+        charts=[Chart("figure-6.svg", "Figures 5 and 6: speed against the width", content)],
     )
 
 

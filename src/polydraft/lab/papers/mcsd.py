@@ -1,6 +1,6 @@
 """*Multi-Candidate Speculative Decoding*: Tables 2 and 4, Figures 3 to 5; `mcsd_pairs` has Tables 1, 3 and 5 to 7."""
 
-from polydraft.lab.charts import Drawing, curves, grouped_columns
+from polydraft.lab.charts import Chart, curves, grouped_columns
 from polydraft.lab.papers.mcsd_pairs import CHAIN, RUNS, TREE, pair_claims, pairs_table
 from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, run_name, text_of
 
@@ -73,7 +73,7 @@ def _acceptance_by_width(results: Results) -> Comparison:
         ],
         remark=f"The paper finds that α always grows with k and levels off beyond 32. Here it grows in {rising} of "
         f"{len(measured)} rows.",
-        drawings=[Drawing("figure-3.svg", "Figure 3: acceptance rate α against the number of candidates k", content)],
+        charts=[Chart("figure-3.svg", "Figure 3: acceptance rate α against the number of candidates k", content)],
     )
 
 
@@ -96,7 +96,7 @@ def _by_depth(results: Results) -> Comparison:
         runs=_COUNTED_RUNS,
         columns=["set", "T", *(f"depth {depth}" for depth in range(1, 6))],
         ours=[[name, f"{temperature:g}", *map(text_of, values)] for (name, temperature), values in padded.items()],
-        drawings=[Drawing("depth.svg", "Acceptance rate α by depth of the tree 4x2x2x1x1", content)],
+        charts=[Chart("depth.svg", "Acceptance rate α by depth of the tree 4x2x2x1x1", content)],
     )
 
 
@@ -174,7 +174,7 @@ def _budgets(results: Results) -> Comparison:
         ],
         remark=f"Here the decreasing configuration reaches at least the τ of the increasing one in {kept} of {asked} pairs."
         + "".join(_larger_budget(results, temperature) for temperature in _TEMPERATURES),
-        drawings=[_figure_4(results)],
+        charts=[_figure_4(results)],
     )
 
 
@@ -187,7 +187,7 @@ def _larger_budget(results: Results, temperature: float) -> str:
     return f" K = 32 is {word} than K = 16 at T={temperature:g}: {text_of(wide)}× (16x2) against {text_of(narrow)}× (8x2)."
 
 
-def _figure_4(results: Results) -> Drawing:
+def _figure_4(results: Results) -> Chart:
     series = {
         f"T={temperature:g}": [
             results.figure(run_name("alpaca", temperature), _tree(shape), "tokens_per_pass")
@@ -199,7 +199,7 @@ def _figure_4(results: Results) -> Drawing:
     groups = {f"K = {budget}": shapes for budget, shapes in _BUDGETS.items()}
     # A pass without any draft yields one token, so columns stand on 1.
     content = grouped_columns(series, groups, base=1.0, across="k-configuration, by budget K", up="block efficiency τ")
-    return Drawing("figure-4.svg", "Figure 4: block efficiency τ of each k-configuration, by budget K", content)
+    return Chart("figure-4.svg", "Figure 4: block efficiency τ of each k-configuration, by budget K", content)
 
 
 def _ablation(results: Results) -> Comparison:

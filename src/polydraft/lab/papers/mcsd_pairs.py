@@ -1,7 +1,7 @@
-"""MCSD's Tables 1, 3, 5 to 7 in kind: what the sizes of draft and target, their kinship and fine-tuning do to acceptance.
+"""MCSD's Tables 1, 3, 5 to 7 in kind: how sizes, kinship and fine-tuning of draft and target affect acceptance.
 
-Drafts of the bundled target are its own first layers, of which there can be any number. The other pairs are real ones, whose
-weights and drafts `benchmarks/mcsd_pairs.py` puts into the folder `models`; without them their runs are left out.
+Drafts of the bundled target are its own first layers, in any number. The other pairs are real: `benchmarks/mcsd_pairs.py` puts
+their weights and drafts into the folder `models`, and without them their runs are left out.
 """
 
 from dataclasses import dataclass, replace

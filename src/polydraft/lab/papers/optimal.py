@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from polydraft.lab.charts import Drawing, curves
+from polydraft.lab.charts import Chart, curves
 from polydraft.lab.estimate import LEAST_PROMPTS, Estimate
 from polydraft.lab.papers.paper import PAPERS, Comparison, DistributionRun, Paper, Results, Run, ordering, run_name, text_of
 
@@ -246,7 +246,7 @@ def _sweep(results: Results, run: str, temperatures: tuple[float, ...], drafts: 
         else [["α grows with the number of drafts, more so without replacement, and so does the gap of RRS and K-SEQ to α*"]],
         remark="wr: independent drafts, drawn with replacement; wor: distinct ones, drawn without. Curves of one figure share "
         f"their prompts, so that they differ by less than their intervals suggest. {_PROVED}",
-        drawings=[Drawing(f"figure-{number}.svg", f"Figure {number}: α against {across.split(',')[0]}", content)],
+        charts=[Chart(f"figure-{number}.svg", f"Figure {number}: α against {across.split(',')[0]}", content)],
     )
 
 

@@ -1,4 +1,4 @@
-"""Keeps the few figures that tables need, and writes tables and drawings into a paper's page.
+"""Keeps the few figures that tables need, and writes tables and charts into a paper's page.
 
 A page is written by hand, except between `<!-- KEY -->` and `<!-- end -->`, where the comparison of that key goes.
 """
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from polydraft.lab.charts import Drawing
+from polydraft.lab.charts import Chart
 from polydraft.lab.estimate import Verdict
 from polydraft.lab.papers.paper import Comparison, Paper, Results, table
 
@@ -98,9 +98,9 @@ def write_kept(results: Results, path: Path) -> None:
     path.write_text("{\n" + "\n".join(lines).removesuffix(",") + "\n}\n", encoding="utf-8")
 
 
-def drawings(paper: Paper, results: Results) -> list[Drawing]:
-    """Return the drawings of what was measured."""
-    return [one for comparison in paper.tables(results) if measured(comparison) for one in comparison.drawings]
+def charts(paper: Paper, results: Results) -> list[Chart]:
+    """Return the charts of what was measured."""
+    return [one for comparison in paper.tables(results) if measured(comparison) for one in comparison.charts]
 
 
 def measured(comparison: Comparison) -> list[Sequence[str]]:
@@ -108,7 +108,7 @@ def measured(comparison: Comparison) -> list[Sequence[str]]:
     return [row for row in comparison.ours if "–" not in " ".join(row) or any(re.search(r"\d\.\d", cell) for cell in row[1:])]
 
 
-def section(comparison: Comparison, results: Results, drawn_in: str = "") -> list[str]:
+def section(comparison: Comparison, results: Results, charts_in: str = "") -> list[str]:
     """Write a comparison in Markdown, ours and the published figures in separate tables, or that nothing was measured."""
     lines = ["**Ours**: not measured yet."]
     if rows := measured(comparison):
@@ -117,7 +117,7 @@ def section(comparison: Comparison, results: Results, drawn_in: str = "") -> lis
         if any(re.search(r"\d \[", cell) for row in rows for cell in row):
             notes.append(_INTERVALS)
         lines += ["", " ".join(filter(None, notes))] if any(notes) else []
-        lines += [line for one in comparison.drawings for line in ("", f"![{one.caption}]({drawn_in}{one.file})")]
+        lines += [line for one in comparison.charts for line in ("", f"![{one.caption}]({charts_in}{one.file})")]
     if comparison.published:
         lines += ["", f"**Published** ({comparison.published_note})", ""]
         lines += table(comparison.published_columns, comparison.published)
@@ -151,9 +151,9 @@ def filled(page: str, sections: Mapping[str, Sequence[str]]) -> str:
     return page
 
 
-def page_sections(paper: Paper, results: Results, drawn_in: str) -> dict[str, list[str]]:
+def page_sections(paper: Paper, results: Results, charts_in: str) -> dict[str, list[str]]:
     """Return what belongs between the marks of a paper's page."""
-    sections = {one.key: [f"### {one.title}", "", *section(one, results, drawn_in)] for one in paper.tables(results)}
+    sections = {one.key: [f"### {one.title}", "", *section(one, results, charts_in)] for one in paper.tables(results)}
     return sections | {CLAIMS: ["### Its claims, and whether they hold", "", *claims(paper, results)]}
 
 

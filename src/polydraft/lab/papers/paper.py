@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from polydraft.lab.bench import BASELINE
-from polydraft.lab.charts import Drawing
+from polydraft.lab.charts import Chart
 from polydraft.lab.estimate import Estimate, bounds, verdict, with_intervals
 from polydraft.registry import Registry
 
 REPEATED = f"{BASELINE},arm=2"
-"""Plain decoding once more, in every timed run: by how much the machine's speed varies where nothing else does."""
+"""Plain decoding as a second arm of every timed run, which shows how much the machine's speed varies."""
 
 
 def run_name(prompts: str, temperature: float) -> str:
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """All methods that are measured; where speed counts, plain decoding once more."""
+        """All methods to measure, with plain decoding twice if speed counts."""
         repeated = (REPEATED,) if self.timed and BASELINE in self.methods else ()
         return (*dict.fromkeys((*self.methods, *self.more)), *repeated)
 
@@ -117,7 +117,7 @@ MEANINGS = {
     LARGE_TARGET: f"`{LARGE_TARGET}` has the layers and so the cost of a Llama of 7B parameters, but computes the logits of "
     "the bundled 135M model: acceptance is that of the small pair, time and energy are those of a 7B target with a small draft."
 }
-"""What names of targets mean, said wherever they occur."""
+"""Explanations of targets' names, given wherever they occur."""
 
 
 class Results(dict[str, dict[str, Any]]):
@@ -182,8 +182,8 @@ class Comparison:
     published: Sequence[Sequence[str]] = ()
     """Figures, or claims where the paper prints none; nothing where another table has them."""
     remark: str = ""
-    """What our figures say of the paper's claim."""
-    drawings: Sequence[Drawing] = ()
+    """What our figures say about the paper's claim."""
+    charts: Sequence[Chart] = ()
     """Our figures as the paper draws its own."""
 
 

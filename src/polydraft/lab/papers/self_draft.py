@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from polydraft.lab.charts import Drawing, curves, grouped_columns
+from polydraft.lab.charts import Chart, curves, grouped_columns
 from polydraft.lab.estimate import Estimate
 from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, run_name, text_of
 
@@ -154,7 +154,7 @@ def _grid(results: Results) -> Comparison:
             ["as N grows, throughput rises and then falls for L from 5 to 7, and only falls for longer branches"],
             ["both are set to 6"],
         ],
-        drawings=[_figure_5(cells), _figure_7(cells)],
+        charts=[_figure_5(cells), _figure_7(cells)],
     )
 
 
@@ -176,18 +176,18 @@ def _grid_speed(results: Results) -> Comparison:
     )
 
 
-def _figure_5(cells: dict[int, list[Estimate | None]]) -> Drawing:
+def _figure_5(cells: dict[int, list[Estimate | None]]) -> Chart:
     series = {f"N={number}": values for number, values in cells.items()}
     columns = [str(length) for length in _SIZES]
     content = curves(series, columns, across="length of branches L", up="decoding efficiency DE", base=1.0)
-    return Drawing("figure-5.svg", "Figures 5 and 6: DE against the length of branches, for each number N", content)
+    return Chart("figure-5.svg", "Figures 5 and 6: DE against the length of branches, for each number N", content)
 
 
-def _figure_7(cells: dict[int, list[Estimate | None]]) -> Drawing:
+def _figure_7(cells: dict[int, list[Estimate | None]]) -> Chart:
     groups = {f"N = {number}": [str(length) for length in _SIZES] for number in _SIZES}
     series = {"DE": [value for values in cells.values() for value in values]}
     content = grouped_columns(series, groups, base=1.0, across="length L, by number N of branches", up="decoding efficiency DE")
-    return Drawing("figure-7.svg", "Figure 7: DE by number and length of branches", content)
+    return Chart("figure-7.svg", "Figure 7: DE by number and length of branches", content)
 
 
 def _ablation(results: Results) -> Comparison:
@@ -225,9 +225,7 @@ def _ablation(results: Results) -> Comparison:
         remark=f"Our exact variant: two caches are at least as good as either alone in {both} of {len(known)} benchmarks. The "
         f"context cache is worth at least as many tokens per pass as the corpus cache in {more} of {len(known)}. Without "
         "branches, it still learns the text; as printed, it learns from branches alone.",
-        drawings=[
-            Drawing("figure-8.svg", "Figure 8: DE with all caches, without the corpus, without the context cache", content)
-        ],
+        charts=[Chart("figure-8.svg", "Figure 8: DE with all caches, without the corpus, without the context cache", content)],
     )
 
 

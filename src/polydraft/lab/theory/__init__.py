@@ -1,8 +1,8 @@
-"""What could be accepted at best, what is accepted, and what that makes of speed: formulas, not decoding.
+"""Formulas for the largest acceptance, the acceptance of schemes, and what acceptance does for speed.
 
-`*_optimum` bound every exact verifier for one way of drawing drafts. `acceptance` tells what a scheme attains. `speedup`
-and `fastest_tree` turn acceptance into time. All work at full vocabulary on tensors of probabilities, one row per position,
-but `linear_program_optimum`, `subset_optimum` and `product_optimum`, which are for tiny ones.
+`*_optimum` bound every exact verifier for one way of drawing drafts. `acceptance` computes what a scheme reaches. `speedup` and
+`fastest_tree` turn acceptance into time. All take tensors of probabilities over a full vocabulary, one row per position, except
+`linear_program_optimum`, `subset_optimum` and `product_optimum`, which are for tiny vocabularies.
 """
 
 from polydraft.draft.speedup import (
@@ -17,7 +17,7 @@ from polydraft.draft.speedup import (
     token_acceptance,
     tree_tokens,
 )
-from polydraft.lab.theory.acceptance import Estimate, acceptance, naive_acceptance
+from polydraft.lab.theory.acceptance import RowAcceptance, acceptance, naive_acceptance
 from polydraft.lab.theory.lp import DraftDistribution, linear_program_optimum, product_optimum, subset_optimum
 from polydraft.lab.theory.optimum import (
     conditional_poisson_optimum,
@@ -31,8 +31,8 @@ from polydraft.lab.theory.optimum import (
 __all__ = [
     "Costs",
     "DraftDistribution",
-    "Estimate",
     "RatedTree",
+    "RowAcceptance",
     "acceptance",
     "chain_tokens",
     "conditional_poisson_optimum",

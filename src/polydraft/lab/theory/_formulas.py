@@ -30,7 +30,7 @@ Formula = Callable[[Tensor, Tensor, int], Tensor]
 
 
 def chunk_size(device: torch.device) -> int:
-    """How many numbers to work on at once: what a core's cache holds, or what keeps an accelerator busy in a gigabyte."""
+    """Return how many numbers to process at once: what fits a core's cache, or keeps an accelerator busy within a gigabyte."""
     return 2**18 if is_host(device) else 2**24
 
 
@@ -42,10 +42,10 @@ def check_count(count: int, most: int | None = None) -> None:
 
 
 def check_distributions(**distributions_RV: Tensor) -> None:
-    """Refuse tensors that are not distributions over one vocabulary, row by row; the names are used in the message.
+    """Refuse tensors that are not distributions over one vocabulary, row by row; messages use the arguments' names.
 
-    Nothing is renormalised: a row that does not sum to one usually means a forgotten softmax or a truncated vocabulary,
-    and its acceptance would be that of another pair.
+    Nothing is renormalised: a row that does not sum to one usually means a forgotten softmax or a truncated vocabulary, and its
+    acceptance would be that of another pair.
     """
     shapes = {name: tuple(distribution_RV.shape) for name, distribution_RV in distributions_RV.items()}
     for name, distribution_RV in distributions_RV.items():
@@ -75,13 +75,13 @@ def check_distributions(**distributions_RV: Tensor) -> None:
 
 
 def check_pair(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int, most: int | None = None) -> None:
-    """Refuse what is not a target's and a draft's probabilities and a number of drafts."""
+    """Refuse anything but probabilities of target and draft, and a number of drafts."""
     check_distributions(target_probs_RV=target_probs_RV, draft_probs_RV=draft_probs_RV)
     check_count(count, most)
 
 
 def by_rows(formula: Formula, target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> Tensor:
-    """Apply a formula to a few rows at a time, in float64, so that memory does not grow with the rows."""
+    """Apply a formula in float64 to a few rows at a time, so that memory does not grow with the rows."""
     rows = max(1, chunk_size(target_probs_RV.device) // target_probs_RV.shape[1])
     pairs = zip(torch.split(target_probs_RV, rows), torch.split(draft_probs_RV, rows), strict=True)
     return torch.cat([formula(target_RV.double(), draft_RV.double(), count) for target_RV, draft_RV in pairs])
@@ -90,9 +90,9 @@ def by_rows(formula: Formula, target_probs_RV: Tensor, draft_probs_RV: Tensor, c
 class SortedPair:
     """Distributions in ascending order of p/q, with running sums; places below are places in that order.
 
-    The n likeliest draft tokens are kept out of the running sums from the front and counted one by one: where the draft is
-    sure of few tokens, the others' mass would have no digits left beside theirs, and it is the others that decide once the
-    few are drawn. Axis X: any number of drawings of each row; K: the likeliest tokens; J: the tokens drawn so far.
+    The n likeliest draft tokens are left out of the forward sums and counted one by one: if the draft is sure of a few tokens,
+    the mass of the others would be lost to rounding beside theirs, and once the few are drawn only the others matter. Axis X:
+    any number of drawings of each row; K: the likeliest tokens; J: the tokens drawn so far.
     """
 
     def __init__(self, target_RV: Tensor, draft_RV: Tensor, count: int) -> None:
@@ -117,12 +117,12 @@ class SortedPair:
         return torch.searchsorted(self.ratio_RV, scale_RX, right=True)
 
     def drawn(self, drawn_RXJ: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each of the likeliest tokens was drawn, and whether each drawn token is none of them."""
+        """Whether each of the likeliest tokens was drawn, and whether each drawn token is another one."""
         same_RXJK = drawn_RXJ[:, :, :, None] == self.top_RK[:, None, None, :]
         return same_RXJK.any(-2), ~same_RXJK.any(-1)
 
     def left(self, drawn_RXJ: Tensor) -> Tensor:
-        """Draft mass of the tokens not yet drawn; what is subtracted is never more than the likeliest still hold."""
+        """Draft mass of the tokens not drawn yet; the likeliest are summed, not subtracted."""
         gone_RXK, other_RXJ = self.drawn(drawn_RXJ)
         top_RX = torch.where(gone_RXK, 0.0, pick(self.draft_RV, self.top_RK)[:, None]).sum(-1)
         taken_RX = torch.where(other_RXJ, pick(self.draft_RV, drawn_RXJ), 0.0).sum(-1)
@@ -143,7 +143,7 @@ class SortedPair:
 
 
 def pick(values_RV: Tensor, places: Tensor) -> Tensor:
-    """Look up places of any shape, rows first."""
+    """Look up places in tensors of any shape with rows first."""
     return values_RV.gather(1, places.flatten(1)).view(places.shape)
 
 
@@ -235,8 +235,8 @@ def _draw_rejected(pair: SortedPair, scale_RX: Tensor, step_RX: Tensor, drawn_RX
 def sequential_acceptance(target_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
     """Exact acceptance of K-SEQ (the scheme kseq): 1 − (1 − β(ρ))ⁿ, §A.2 of [1] after [2].
 
-    β(ρ) = Σ min(p/ρ, q) = (1 − F(ρ))/ρ with F(ρ) = Σ(p − ρq)₊, so that eq. 30 reads (1 − β)ⁿ = F. Of the bisection the upper
-    end is taken, as the scheme must: below the root its residual would be negative.
+    β(ρ) = Σ min(p/ρ, q) = (1 − F(ρ))/ρ with F(ρ) = Σ(p − ρq)₊, so eq. 30 reads (1 − β)ⁿ = F. The bisection returns its upper
+    end, like the scheme: below the root its residual would be negative.
     """
     pair = SortedPair(target_RV, draft_RV, 1)
 

@@ -34,17 +34,17 @@ Sampled = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Target and draft probabilities and uniforms_KRX, to the acceptance of each row in each of X drawings of K children."""
 
 _LOOKUP_SAMPLES, _DISTRIBUTION_SAMPLES, _RACE_SAMPLES = 1024, 64, 16
-"""Drawings per row: where one costs some look-ups; passes over the vocabulary; where next to nothing is random."""
+"""Drawings per row: if each costs a few look-ups; if it costs passes over the vocabulary; if almost nothing is random."""
 
 
 @dataclass(frozen=True, eq=False)
-class Estimate:
+class RowAcceptance:
     """Acceptance of each row."""
 
     value_R: Tensor
     """Chance that the emitted token is one of the children, float64."""
     standard_error_R: Tensor
-    """Of the value, over the sampled drawings; 0 where it is exact. It cannot know of what was not drawn once."""
+    """Of the value, over the sampled drawings; 0 where it is exact. Events that were never drawn are not in it."""
 
 
 def acceptance(
@@ -55,7 +55,7 @@ def acceptance(
     *,
     generator: torch.Generator | None = None,
     samples: int | None = None,
-) -> Estimate:
+) -> RowAcceptance:
     """Tell how much a scheme accepts at each of many positions.
 
     Parameters
@@ -74,7 +74,7 @@ def acceptance(
 
     Returns
     -------
-    Estimate
+    RowAcceptance
         Exact for speculative, naive, top, rrs-wr, kseq, greedy, spechub and race, and for rrs-wor up to two
         children. For every other scheme children are drawn by `Scheme.draw` and the mass of `Scheme.distribution` on
         them is averaged, which is exact given the children (Rao-Blackwell).
@@ -91,16 +91,16 @@ def acceptance(
     check_pair(target_probs_RV, draft_probs_RV, count, most=instance.max_children)
     if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 2):
         raise UsageError(f"samples is {samples!r}; allowed: whole numbers from 2; one drawing has no standard error")
-    # A subclass verifies in its own way, so that the formulas of its name are not its own.
+    # A subclass may verify differently, so formulas by name do not apply to it.
     name = instance.name if instance.name in SCHEMES and type(instance) is SCHEMES.get(instance.name) else ""
     exact = _EXACT.get(name, _EXACT_FOR_FEW.get((name, count)))
     if exact is not None:
         value_R = exact(target_probs_RV, draft_probs_RV, count)
-        return Estimate(value_R, torch.zeros_like(value_R))
+        return RowAcceptance(value_R, torch.zeros_like(value_R))
     generator = torch.Generator().manual_seed(0) if generator is None else generator
     estimate = _looked_up(_SAMPLED[name], generator, samples) if name in _SAMPLED else _drawn(instance, generator, samples)
     moments_RX = by_rows(estimate, target_probs_RV, draft_probs_RV, count)
-    return Estimate(moments_RX[:, 0], moments_RX[:, 1])
+    return RowAcceptance(moments_RX[:, 0], moments_RX[:, 1])
 
 
 def naive_acceptance(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int, *, replacement: bool) -> Tensor:
@@ -143,7 +143,8 @@ def _looked_up(formula: Sampled, generator: torch.Generator, samples: int | None
 
 
 def _drawn(scheme: Scheme, generator: torch.Generator, samples: int | None) -> Formula:
-    """Mean and standard error over drawn children, for any scheme: given these, `Scheme.distribution` is summed exactly."""
+    """Mean and standard error over drawn children, for any scheme: `Scheme.distribution`, given the children, is summed
+    exactly."""
     drawings = samples or (_RACE_SAMPLES if isinstance(scheme, Race) else _DISTRIBUTION_SAMPLES)
     picks = scheme.select_uniforms or 0 if isinstance(scheme, Race) else 0
 
@@ -171,10 +172,10 @@ def _moments(values_RX: Tensor) -> Tensor:
 
 
 def _race_acceptance(scheme: Scheme, target_RV: Tensor, draft_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-    """Return the acceptance of a race, with far less noise than by its distribution.
+    """Return the acceptance of a race, with far less noise than from its distribution.
 
-    The selected child is accepted with chance Σ min(p, r), whatever is drawn. All that hangs on the children is whether the
-    residual hits another of them after a rejection: never if cells are single tokens, seldom if they are buckets.
+    The selected child is accepted with chance Σ min(p, r), whatever is drawn. The children only matter for whether the residual
+    hits another of them after a rejection: never if cells are single tokens, seldom if they are buckets.
     """
     selection = scheme.select(target_RV, draft_RV, children_RK, uniforms_RU)
     target_RV, token_R1 = normalised(target_RV), selection.token_R.clamp(min=0)[:, None]

@@ -1,7 +1,7 @@
-"""Optimal acceptance of any draft distribution, for tiny vocabularies: the reference that the formulas are tested against.
+"""Optimal acceptance of any draft distribution, for tiny vocabularies: the reference for tests of the formulas.
 
-A draft distribution is a table from tuples of tokens to probabilities; a linear program (which needs scipy) or a look at all
-sets of tokens finds its optimum.
+A draft distribution is a table from tuples of tokens to probabilities; a linear program (which needs scipy) or a search over
+all sets of tokens finds its optimum.
 
 References
 ----------
@@ -68,7 +68,7 @@ def linear_program_optimum(target: Sequence[float], distribution: DraftDistribut
 
 
 def subset_optimum(target: Sequence[float], distribution: DraftDistribution) -> float:
-    """Return the same by trying all sets of tokens, eq. 8 of [1]: exact to rounding, at most 20 tokens."""
+    """Return the same by a search over all sets of tokens, eq. 8 of [1]: exact to rounding, at most 20 tokens."""
     _check_table("target", list(target))
     _check_table("distribution", list(distribution.values()))
     if len(target) > MAX_VOCABULARY:

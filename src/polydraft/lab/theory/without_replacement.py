@@ -51,12 +51,12 @@ def escape_chances(draft_RV: Tensor, count: int) -> Tensor:
 
 
 def inclusion(weight_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
-    """Sum of the weights of the drawn tokens, in expectation: Σ_i w(i) P(i is among `count` distinct draws).
+    """Return the expected weight of the drawn tokens: Σ_i w(i) P(i is among `count` distinct draws).
 
     Notes
     -----
     P(i drawn) = ∫ q(i) e^{−q(i)t} P(fewer than n others by t) dt. Leaving out one token at a time would cost V² or cancel;
-    carried instead is, beside each coefficient, its derivative when every factor gets w(i) q(i) e^{−q(i)t} added.
+    instead each coefficient carries its derivative when w(i) q(i) e^{−q(i)t} is added to every factor.
     """
     drawn_whole_R = (draft_RV > 0).sum(-1) <= count
     whole_R = torch.where(draft_RV > 0, weight_RV, 0.0).sum(-1)

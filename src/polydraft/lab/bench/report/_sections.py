@@ -1,4 +1,4 @@
-"""The frame of a page, what it says in words and tables, and the token view, which its script draws from embedded data."""
+"""A page's frame, its text and tables, and the token view, which a script draws from embedded data."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Figures as text; a missing figure reads as missing, never as zero."""
+"""Figures as text; a missing figure is shown as missing, never as zero."""
 
 import math
 from collections.abc import Iterable, Mapping
