@@ -239,6 +239,15 @@ def check_same(before: dict[str, Any], now: dict[str, Any], folder: Path, free: 
         )
 
 
+def keep_settings(file: Path, settings: dict[str, Any], folder: Path, *, resume: bool, free: set[str]) -> None:
+    """Write the settings of work in a folder into a file; when resumed, only those that are `free` may have changed."""
+    written = json.loads(json.dumps(settings))
+    if resume and file.exists():
+        check_same(read_settings(file), written, folder, free)
+    with written_whole(file) as partial:
+        partial.write_text(json.dumps(written, indent=1))
+
+
 def cache_root() -> Path:
     """Return the cache folder: `POLYDRAFT_CACHE`, or `polydraft` in the user's."""
     if chosen := os.environ.get("POLYDRAFT_CACHE"):

@@ -19,7 +19,7 @@ from polydraft.models import FeatureHead
 from polydraft.models.heads.known import remember_draft
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import Loaded
-from polydraft.output import check_empty, check_folder, check_same, partial_folder, read_settings, written_whole
+from polydraft.output import check_empty, check_folder, keep_settings, partial_folder
 from polydraft.sampling import PartialVocabulary
 from polydraft.train.corpus import Corpus, make_corpus
 from polydraft.train.head_pupil import HeadPupil
@@ -91,15 +91,11 @@ def check_out(out: Path, *, resume: bool) -> None:
 
 
 def _open_folder(settings: TrainSettings, out: Path, resume: bool) -> Path:
-    work, fixed = out / "training", settings.as_dict()
-    record = work / "settings.json"
+    work = out / "training"
     try:
         check_out(out, resume=resume)
-        if resume and record.exists():
-            check_same(read_settings(record), json.loads(json.dumps(fixed)), out, _FREE)
         work.mkdir(parents=True, exist_ok=True)
-        with written_whole(record) as partial:
-            partial.write_text(json.dumps(fixed, indent=1))
+        keep_settings(work / "settings.json", settings.as_dict(), out, resume=resume, free=_FREE)
     except OSError as error:
         raise UsageError(f"cannot write to {out} ({error.strerror}); choose another --out") from None
     return work

@@ -14,7 +14,7 @@ from polydraft.engine import Stats
 from polydraft.errors import FailureError, PolydraftError
 from polydraft.lab.bench.meters import EnergyMeter, MemoryMeter, synchronised_clock
 from polydraft.lab.bench.method import Method, Token
-from polydraft.output import cannot_write, check_folder, check_same, read_settings, written_whole
+from polydraft.output import cannot_write, check_folder, keep_settings
 from polydraft.prompts import Prompt
 
 _WARM_UP_TOKENS = 8
@@ -91,15 +91,11 @@ class Journal:
 
     def __init__(self, folder: Path, settings: dict[str, Any], resume: bool) -> None:
         self._path, self._energy_path = folder / "runs.jsonl", folder / "energy.jsonl"
-        settings_path = folder / "settings.json"
         try:
             check_folder(folder, resume=resume)
             folder.mkdir(parents=True, exist_ok=True)
-            if resume and settings_path.exists():
-                # More methods or repeats may be added; anything else would mix what cannot be compared.
-                check_same(read_settings(settings_path), settings, folder, free={"methods", "repeat"})
-            with written_whole(settings_path) as partial:
-                partial.write_text(json.dumps(settings, indent=1))
+            # More methods or repeats may be added; anything else would mix what cannot be compared.
+            keep_settings(folder / "settings.json", settings, folder, resume=resume, free={"methods", "repeat"})
             self._path.touch()
             for path in (self._path, self._energy_path):
                 if path.exists() and (written := path.read_bytes()) and not written.endswith(b"\n"):

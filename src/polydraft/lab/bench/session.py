@@ -3,7 +3,6 @@
 import dataclasses
 import datetime
 import importlib.metadata
-import json
 import platform
 import re
 import string
@@ -113,8 +112,7 @@ class BenchSession:
 
         `begin` is called before the first measurement, `progress` with each.
         """
-        settings = dataclasses.asdict(self.options)
-        journal = Journal(out, json.loads(json.dumps(settings)), resume)
+        journal = Journal(out, dataclasses.asdict(self.options), resume)
         begin()
         self.runner.run(journal, progress)
         results = self.results(list(journal), command, journal.blocks())

@@ -143,8 +143,7 @@ def _looked_up(formula: Sampled, generator: torch.Generator, samples: int | None
 
 
 def _drawn(scheme: Scheme, generator: torch.Generator, samples: int | None) -> Formula:
-    """Mean and standard error over drawn children, for any scheme: `Scheme.distribution`, given the children, is summed
-    exactly."""
+    """Mean and standard error over drawn children, for any scheme; given the children, `Scheme.distribution` is exact."""
     drawings = samples or (_RACE_SAMPLES if isinstance(scheme, Race) else _DISTRIBUTION_SAMPLES)
     picks = scheme.select_uniforms or 0 if isinstance(scheme, Race) else 0
 
