@@ -37,7 +37,19 @@ _HARDEST = FALSE_ALARM / 100
 def certify(
     subjects: Sequence[Subject], sizes: Sizes = FULL, *, power: bool = True, observer: Observer = lambda *_: None
 ) -> Certificate:
-    """Run all checks of some rules (see `find_subject`); with `power`, also run the known wrong rules through them."""
+    """Run all checks of some rules.
+
+    Parameters
+    ----------
+    subjects : sequence of Subject
+        See `find_subject`.
+    sizes : Sizes
+        How much to try.
+    power : bool
+        Whether to run the known wrong rules through the same checks.
+    observer : callable
+        Called with progress.
+    """
     checks: list[Check] = []
     for subject in subjects:
         checks += check_subject(subject, sizes, observer)

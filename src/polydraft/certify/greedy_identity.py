@@ -238,10 +238,25 @@ def certify_decoder(
     chat: bool = True,
     observer: Observer = lambda *_: None,
 ) -> Certificate:
-    """Compare a decoder's greedy texts with its target's own, a Hugging Face model's.
+    """Compare a decoder's greedy texts with its target's own.
 
-    The certificate has one check, `greedy`. After a near-tie, the rest of a text is compared with the target's continuation of
-    it. `chat` puts prompts into the chat template.
+    Parameters
+    ----------
+    decoder : Decoder
+        Of a Hugging Face target.
+    prompts : sequence of Prompt
+        See `polydraft.prompts.load_prompts`.
+    max_new_tokens : int
+        Most tokens of each text.
+    chat : bool
+        Whether prompts go into the chat template.
+    observer : callable
+        Called with progress.
+
+    Returns
+    -------
+    Certificate
+        With one check, `greedy`. After a near-tie, the rest of a text is compared with the target's continuation of it.
     """
     reference, encoded = _reference(decoder, prompts, chat, max_new_tokens)
     settings: dict[str, Any] = {}
@@ -266,7 +281,13 @@ def certify_endpoint(
 ) -> Certificate:
     """Compare the text that an endpoint returns at temperature 0 with the target's own greedy text.
 
-    `target` is a decoder of the model that the endpoint is said to serve; only its tokens and logits are used.
+    Parameters
+    ----------
+    endpoint : Endpoint
+    target : Decoder
+        Of the model that the endpoint is said to serve; only its tokens and logits are used.
+    prompts, max_new_tokens, observer
+        As for `certify_decoder`.
     """
     reference, encoded = _reference(target, prompts, endpoint.chat, max_new_tokens)
     judge = TextJudge(reference, target.tokenizer)
