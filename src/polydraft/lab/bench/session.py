@@ -166,8 +166,9 @@ class BenchSession:
 
     def _grade(self, prompt: Prompt, tokens: list[int]) -> bool | None:
         """Return whether a text is the prompt's answer; None where it has none."""
-        text = self.loaded.tokenizer.decode(tokens, skip_special_tokens=True)
-        return is_exact_match(text, prompt.answers) if prompt.answers else None
+        if not prompt.answers:
+            return None
+        return is_exact_match(self.loaded.tokenizer.decode(tokens, skip_special_tokens=True), prompt.answers)
 
     def _likelihood(self, prompt: list[int], tokens: list[int]) -> float:
         """Return the target's log-probability of a text."""
