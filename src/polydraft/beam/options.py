@@ -1,14 +1,14 @@
-"""Options of beams, for Python and the command line. Nothing here imports torch, so that help comes at once."""
+"""Options of beams, for Python and the command line."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import torch
+
+from polydraft.devices import is_host
 from polydraft.errors import UsageError, member, shown
-
-if TYPE_CHECKING:
-    import torch
 
 EarlyStopping = bool | Literal["never"]
 
@@ -170,14 +170,12 @@ class BeamOptions:
         """γ, or its default where the device does not matter."""
         return self.draft_depth if self.draft_depth is not None else 3
 
-    def on(self, device: "torch.device") -> "BeamOptions":
+    def on(self, device: torch.device) -> "BeamOptions":
         """Return these options with a forest that pays on a device, unless its size was given.
 
         More nodes are nearly free on a GPU and expensive on a CPU. With dynamic widths or one cache the text depends on the
         forest, so that it has the same size everywhere.
         """
-        from polydraft.devices import is_host
-
         if self.width_threshold is not None or self.one_cache:
             return self
         wide = not is_host(device)
