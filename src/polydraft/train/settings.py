@@ -70,13 +70,13 @@ class TrainSettings:
     start: str | None = None
     """Fine-tune this draft instead of training a new one: a folder, a GGUF file or a hub name, of the same kind."""
     vocabulary: int = 24_576
-    """Draft only the most frequent tokens, this many, which is faster; 0 for all."""
+    """Draft only this many of the most frequent tokens, which is faster; 0 for all."""
     prompts: str | None = None
-    """Prompts for the target to answer: a file (.jsonl, .jsonl.gz, text) or builtin  [default: it makes up its own]."""
+    """Prompts for the target to answer: a file (.jsonl, .jsonl.gz, text) or builtin  [default: it makes up conversations]."""
     prompt_limit: int | None = None
     """Use at most this many prompts."""
     made_up: float = 0.25
-    """With --prompts: share of the tokens that still come from conversations that the target makes up."""
+    """With --prompts: share of the tokens from conversations that the target makes up."""
     texts: tuple[str, ...] = ()
     """Plain text file to train on instead; may be given several times."""
     tokens: int = 20_000_000

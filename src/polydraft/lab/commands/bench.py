@@ -51,7 +51,7 @@ _BEHIND = (
 @click.option(
     "--untimed",
     is_flag=True,
-    help="Skip what is timed, so that several --reproduce runs can share a machine; --resume adds it.",
+    help="Skip timed runs, so that several --reproduce can share a machine; add them later with --resume.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for results.json and report.html; required.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run in --out.")
