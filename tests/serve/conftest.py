@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 import httpx
 import openai
@@ -16,6 +17,8 @@ from polydraft.serve.app import make_app
 from polydraft.serve.options import ServeOptions
 from polydraft.serve.server import Server, listen
 from polydraft.serve.service import Service
+
+from .templated import marking_decoder, with_template
 
 CLIENT = httpx.Client(verify=False, timeout=120, limits=httpx.Limits(max_keepalive_connections=0))
 """Reading certificates for each request would take longer than most answers."""
@@ -80,6 +83,14 @@ def shared(tiny_decoder: Decoder) -> Iterator[Live]:
     """One server for all tests that need nothing special."""
     with live(tiny_decoder) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def templated(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Live]]:
+    """A server for each chat template that is asked for, made once."""
+    with ExitStack() as stack:
+        decoder = marking_decoder(tmp_path_factory.mktemp("templated"))
+        yield cache(lambda name: stack.enter_context(live(with_template(decoder, name), slot_tokens=1000)))
 
 
 @pytest.fixture

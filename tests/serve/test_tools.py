@@ -1,90 +1,20 @@
 """Tools and reasoning over HTTP: forced calls are valid, free ones are parsed, and speculation changes neither."""
 
-import copy
 import json
 
 import openai
 import pytest
 from pydantic import BaseModel
-from tokenizers import AddedToken
 
-from conftest import byte_tokenizer
-from polydraft.engine import Decoder
-from polydraft.loading import load
-from polydraft.models.families import FAMILIES
+from .templated import TEMPLATES, TOOL, WORDS, leaning
 
 CHAT = "/v1/chat/completions"
-HERMES = (
-    "{% if tools %}<system>{% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call></>{% endif %}"
-    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function.arguments.city }}</tool_call>{% endfor %}"
-    "{% if message.role == 'tool' %} of {{ message.name }}{% endif %}</>{% endfor %}<assistant>"
-)
-TEMPLATES = {
-    "hermes": HERMES,
-    "thinking": HERMES + "<think>\n{# </think> #}",
-    "llama": HERMES.replace("<tool_call>", '<|start_header_id|>"parameters": '),
-    "mistral": HERMES.replace("<tool_call>", "[TOOL_CALLS]"),
-    "mistral-args": HERMES.replace("<tool_call>", "[TOOL_CALLS][ARGS]"),
-    "gemma-4": HERMES.replace("<tool_call>", "<|tool_call>call:"),
-    "deaf": HERMES.replace("{% if tools %}", "{% if false %}"),
-    "unknown": HERMES.replace("<tool_call>", "(tool)"),
-}
-WORDS = [
-    '\n{"name": "weather", "arguments": {"ci', '[{"name": "weather", "arguments": {"ci',
-    '{"name": "weather", "parameters": {"ci', 'ty": "Paris"}}\n', "well ", "</think>",
-]  # fmt: skip
-SPECIAL = ["<tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "</tool_call>", "<unused>"]
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string", "enum": ["Paris", "Rome"]},
-        "days": {"type": "integer", "minimum": 1, "maximum": 9},
-    },
-    "required": ["city", "days"],
-    "additionalProperties": False,
-}
-TOOL = {"type": "function", "function": {"name": "weather", "description": "Tell it.", "parameters": SCHEMA}}
 TIME = {
     "type": "function",
     "function": {"name": "time", "parameters": {"type": "object", "properties": {}, "additionalProperties": False}},
 }
 MESSAGES = [{"role": "user", "content": "Hi"}]
 NAMED = {"type": "function", "function": {"name": "weather"}}
-
-
-@pytest.fixture(scope="module")
-def decoder(tmp_path_factory) -> Decoder:
-    """A model that knows marks as tokens of their own, special ones and others, and words that calls are made of."""
-    folder, tokenizer = tmp_path_factory.mktemp("tools"), byte_tokenizer()
-    tokenizer.add_tokens([AddedToken(mark, special=True, normalized=False) for mark in SPECIAL])
-    tokenizer.add_tokens([AddedToken(mark, special=False, normalized=False) for mark in WORDS])
-    options = {"vocab_size": len(tokenizer), "eos_token_id": tokenizer.eos_token_id, "max_position_embeddings": 1024}
-    model = FAMILIES.get("llama").build(**options)
-    model.generation_config.eos_token_id = tokenizer.eos_token_id
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    return load(str(folder), draft="early-exit:1", tree="3x2x1", dtype="float32")
-
-
-@pytest.fixture(scope="module")
-def servers(decoder):
-    """Make a server of each template, once."""
-    from contextlib import ExitStack
-
-    from serve.conftest import live
-
-    with ExitStack() as stack:
-        made = {}
-
-        def server(name):
-            if name not in made:
-                tokenizer = copy.deepcopy(decoder.tokenizer)
-                tokenizer.chat_template = TEMPLATES[name]
-                made[name] = stack.enter_context(live(decoder.replace(tokenizer=tokenizer), slot_tokens=1000))
-            return made[name]
-
-        yield server
 
 
 def streamed(server, body):
@@ -131,32 +61,27 @@ def check_weather(call):
 
 @pytest.mark.parametrize("form", TEMPLATES)
 @pytest.mark.parametrize("choice", ["required", NAMED], ids=["required", "named"])
-def test_forced_calls_are_valid_in_every_form(servers, form, choice):
+def test_forced_calls_are_valid_in_every_form(templated, form, choice):
     tools = [TIME, TOOL] if choice == NAMED else [TOOL]
     body = {"messages": MESSAGES, "tools": tools, "tool_choice": choice, "seed": 3, "max_tokens": 400, "n": 2}
-    body |= {"parallel_tool_calls": False, "logit_bias": leaning(servers(form), ["</think>", "<end>"], 8)}
-    answers = whole(servers(form), body)
+    body |= {"parallel_tool_calls": False, "logit_bias": leaning(templated(form), ["</think>", "<end>"], 8)}
+    answers = whole(templated(form), body)
     assert len(answers) == 2
     for (content, _, calls), reason in answers:
         assert (content, reason) == ("", "tool_calls")
         check_weather(*calls)
-    assert streamed(servers(form), body) == answers
-    assert whole(servers(form), {**body, "temperature": 0, "speculative": "off"}) == whole(
-        servers(form), {**body, "temperature": 0}
+    assert streamed(templated(form), body) == answers
+    assert whole(templated(form), {**body, "temperature": 0, "speculative": "off"}) == whole(
+        templated(form), {**body, "temperature": 0}
     )
 
 
-def leaning(server, words, by=100.0):
-    tokenizer = server.service.decoder.tokenizer
-    return {tokenizer.convert_tokens_to_ids(word): by for word in words}
-
-
-def test_required_calls_may_be_several(servers):
+def test_required_calls_may_be_several(templated):
     for form in ("hermes", "mistral"):
-        bias = {**leaning(servers(form), ["<end>"], -4), **leaning(servers(form), ["Ċ", ","], 12)}
+        bias = {**leaning(templated(form), ["<end>"], -4), **leaning(templated(form), ["Ċ", ","], 12)}
         body = {"messages": MESSAGES, "tools": [TOOL, TIME], "tool_choice": "required", "seed": 2, "max_tokens": 150}
         body |= {"parallel_tool_calls": True}
-        ((_, _, calls), _), = whole(servers(form), body | {"logit_bias": bias})  # fmt: skip
+        ((_, _, calls), _), = whole(templated(form), body | {"logit_bias": bias})  # fmt: skip
         assert len(calls) > 1, form
         for name, arguments in calls[:-1]:
             assert name in ("weather", "time") and isinstance(json.loads(arguments), dict)
@@ -173,8 +98,8 @@ PARTS = {
 
 
 @pytest.mark.parametrize("form", PARTS)
-def test_free_texts_have_the_same_parts_with_speculation_and_without(servers, form, monkeypatch):
-    server, calls, drafted = servers(form), 0, 0
+def test_free_texts_have_the_same_parts_with_speculation_and_without(templated, form, monkeypatch):
+    server, calls, drafted = templated(form), 0, 0
     bias = leaning(server, PARTS[form])
     for number in range(3):
         body = FREE | {"messages": [{"role": "user", "content": str(number)}], "seed": number, "logit_bias": bias}
@@ -194,8 +119,8 @@ def test_free_texts_have_the_same_parts_with_speculation_and_without(servers, fo
     assert calls > 3 and drafted, calls
 
 
-def test_special_tokens_leave_text_only_where_they_are_marks(servers):
-    server = servers("hermes")
+def test_special_tokens_leave_text_only_where_they_are_marks(templated):
+    server = templated("hermes")
     sequence, = server.service.prepare(read(FREE), None).sequences  # fmt: skip
     tokens = server.service.decoder.tokenizer.convert_tokens_to_ids(["<unused>", "<tool_call>", "well ", "<end>"])
     assert "".join(sequence.take(tokens, ["target"] * 4).pieces) == "<tool_call>well "
@@ -209,14 +134,14 @@ def read(body):
     return read_request(dict(body), chat=True)
 
 
-def test_openais_client(servers):
+def test_openais_client(templated):
     class weather(BaseModel):  # noqa: N801 - the function's name
         city: str
         days: int
 
-    client = servers("hermes").client
-    about = {"model": servers("hermes").service.model, "messages": MESSAGES, "seed": 3, "max_tokens": 400}
-    about |= {"extra_body": {"logit_bias": leaning(servers("hermes"), ['"'], 3)}}
+    client = templated("hermes").client
+    about = {"model": templated("hermes").service.model, "messages": MESSAGES, "seed": 3, "max_tokens": 400}
+    about |= {"extra_body": {"logit_bias": leaning(templated("hermes"), ['"'], 3)}}
     tools = [openai.pydantic_function_tool(weather)]
     parsed = client.chat.completions.parse(**about, tools=tools, tool_choice="required", parallel_tool_calls=False)
     call, = parsed.choices[0].message.tool_calls  # fmt: skip
@@ -232,36 +157,36 @@ def test_openais_client(servers):
     assert again.choices[0].message.role == "assistant"
 
 
-def test_what_langchain_binds(servers):
+def test_what_langchain_binds(templated):
     body = {
         "messages": [{"role": "user", "content": "Hi"}],
-        "model": servers("hermes").service.model,
+        "model": templated("hermes").service.model,
         "tools": [{"type": "function", "function": {**TOOL["function"], "strict": True}}],
         "tool_choice": {"type": "function", "function": {"name": "weather"}},
         "parallel_tool_calls": False,
         "stream": False,
         "max_tokens": 300,
     }
-    ((_, _, (call,)), _), = whole(servers("hermes"), body)  # fmt: skip
+    ((_, _, (call,)), _), = whole(templated("hermes"), body)  # fmt: skip
     check_weather(call)
-    assert whole(servers("hermes"), {**body, "tool_choice": "none", "max_tokens": 4})[0][1] == "length"
+    assert whole(templated("hermes"), {**body, "tool_choice": "none", "max_tokens": 4})[0][1] == "length"
 
 
-def test_conversations_reach_the_template(servers):
+def test_conversations_reach_the_template(templated):
     call = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Rome"}'}}
     messages = [
         *MESSAGES,
         {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
         {"role": "tool", "tool_call_id": "c1", "content": [{"type": "text", "text": "dry"}]},
     ]
-    answer = servers("hermes").post("/tokenize", {"messages": messages, "tools": [TOOL]}).json()
+    answer = templated("hermes").post("/tokenize", {"messages": messages, "tools": [TOOL]}).json()
     assert "".join(answer["pieces"]) == (
         "<system>weather <tool_call></><user>Hi</><assistant><tool_call>Rome</tool_call></><tool>dry of weather</><assistant>"
     )
 
 
-def test_a_call_that_is_cut_off_is_no_500(servers):
-    server = servers("hermes")
+def test_a_call_that_is_cut_off_is_no_500(templated):
+    server = templated("hermes")
     forced = {"messages": MESSAGES, "tools": [TOOL], "tool_choice": NAMED, "seed": 1}
     for limit in (1, 2, 3, 5, 8, 14):
         body = forced | {"max_tokens": limit}
@@ -275,14 +200,14 @@ def test_a_call_that_is_cut_off_is_no_500(servers):
         assert reason == "stop" and not any("}" in arguments for _, arguments in calls)
 
 
-def test_log_probabilities_are_of_all_tokens(servers):
+def test_log_probabilities_are_of_all_tokens(templated):
     body = {"messages": MESSAGES, "tools": [TOOL], "tool_choice": NAMED, "seed": 1, "max_tokens": 100, "logprobs": True}
-    answer = servers("hermes").post(CHAT, body).json()
+    answer = templated("hermes").post(CHAT, body).json()
     assert len(answer["choices"][0]["logprobs"]["content"]) == answer["usage"]["completion_tokens"]
 
 
-def test_reasoning_is_apart_from_content(servers):
-    server = servers("thinking")
+def test_reasoning_is_apart_from_content(templated):
+    server = templated("thinking")
     assert server.service._forms.thinks("a<think>\n") and not server.service._forms.thinks("<think></think>")
     body = {"messages": MESSAGES, "max_tokens": 20, "seed": 1, "logit_bias": leaning(server, ["well ", "</think>"])}
     for (content, reasoning, _), _ in whole(server, body | {"n": 8}):
@@ -317,6 +242,6 @@ def test_reasoning_is_apart_from_content(servers):
     ],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_is_refused_by_name(servers, form, body, message):
-    answer = servers(form).post(CHAT, {"messages": MESSAGES, "max_tokens": 5, **body})
+def test_what_cannot_be_is_refused_by_name(templated, form, body, message):
+    answer = templated(form).post(CHAT, {"messages": MESSAGES, "max_tokens": 5, **body})
     assert answer.status_code == 400 and message in answer.json()["error"]["message"], answer.text

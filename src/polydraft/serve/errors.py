@@ -6,6 +6,7 @@ prompts, trees and grammars are checked by the library, whose message passes thr
 """
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from starlette.types import Send
@@ -77,11 +78,11 @@ class RequestError(PolydraftError):
         super().__init__(message.format(**values))
         self.code, self.param, self.reason = code, param, reason or str(self)
 
-    def rename(self, name: str | None) -> None:
-        """Call the parameter what the client called it, if that was another name."""
-        if name is not None and self.param is not None:
-            self.args, self.reason = (str(self).replace(self.param, name),), self.reason.replace(self.param, name)
-            self.param = name
+    def rename(self, names: Mapping[str, str]) -> None:
+        """Call parameters what the client called them, if these were other names."""
+        for name, other in names.items():
+            self.args, self.reason = (str(self).replace(name, other),), self.reason.replace(name, other)
+        self.param = names.get(self.param or "", self.param)
 
     @property
     def may_retry(self) -> bool:

@@ -198,7 +198,7 @@ class FormParser(Parser):
             inside, found, after = self._buffer[at + len(self._form.marker) :].partition(self._form.close)
             if not found and not last:
                 return False
-            call = _loaded(inside) if found else None
+            call = loaded(inside) if found else None
             if isinstance(call, Mapping) and self._is_call(call.get("name"), call.get("arguments")):
                 self._tell(CONTENT, self._buffer[:at])
                 self._tell_whole(call["name"], call["arguments"])
@@ -224,7 +224,7 @@ class FormParser(Parser):
         self._arguments += found
         self._append(ARGUMENTS, found)
         if ended:
-            self._complete += _loaded(self._arguments) is not None
+            self._complete += loaded(self._arguments) is not None
             self._state = self._tail
         return ended
 
@@ -326,7 +326,8 @@ def _begun(text: str, marker: str) -> int:
     return next((length for length in range(min(len(marker) - 1, len(text)), 0, -1) if marker.startswith(text[-length:])), 0)
 
 
-def _loaded(text: str) -> Any:
+def loaded(text: str) -> Any:
+    """Return what a text says in JSON; None if it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

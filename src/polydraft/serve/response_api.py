@@ -8,9 +8,10 @@ from typing import Any
 from polydraft.errors import unknown_name
 from polydraft.serve.errors import RequestError, error_object, invalid_value, missing, unsupported
 from polydraft.serve.neutral import KNOWN_ELSEWHERE
+from polydraft.serve.parsing import ARGUMENTS, CALL, CONTENT, REASONING, Piece, loaded
 from polydraft.serve.protocol import CHAT_NAMES, CompletionRequest, read_request
 from polydraft.serve.request import Progress
-from polydraft.serve.responses import ResponseBuilder
+from polydraft.serve.responses import ResponseBuilder, call_id
 from polydraft.serve.service import Builds
 
 _STATELESS = "by this server, which keeps no responses: send the whole conversation as input"
@@ -19,7 +20,7 @@ _REFUSED = {
     "conversation": _STATELESS,
     "background": "by this server, which answers while the client waits",
     **dict.fromkeys(("include", "prompt", "context_management", "max_tool_calls", "moderation", "top_logprobs"), "here"),
-    **dict.fromkeys(("tools", "stream_options"), "by /v1/responses of this server"),
+    "stream_options": "by /v1/responses of this server",
     "truncation": "here: nothing is cut off a conversation",
 }
 """Why; what asks for nothing is accepted."""
@@ -34,9 +35,21 @@ _NAMES -= _NOT_HERE
 _CHAT_NAMES = {"max_completion_tokens": "max_output_tokens", "response_format": "text.format"}
 """What errors about the chat are about."""
 _ROLES = ("user", "assistant", "system", "developer")
-_TEXTS = ("input_text", "output_text", "text")
+_TEXTS = ("input_text", "output_text", "reasoning_text", "text")
 _INPUT = 'text, or a list such as [{"role": "user", "content": "..."}]'
-_MESSAGE_NAMES = {"type", "role", "content", "id", "status", "phase"}
+_ITEM_NAMES = {
+    "message": {"role", "content", "phase"},
+    "function_call": {"call_id", "name", "arguments"},
+    "function_call_output": {"call_id", "output"},
+    "reasoning": {"summary", "content", "encrypted_content"},
+}
+_ANY_ITEM_NAMES = {"type", "id", "status"}
+_ITEMS = {
+    CONTENT: ("message", "msg", "output_text"),
+    REASONING: ("reasoning", "rs", "reasoning_text"),
+    ARGUMENTS: ("function_call", "fc", "function_call_arguments"),
+}
+"""Types of an answer's items, by the pieces that they grow by; how their ids begin, and what their events are about."""
 _TOLD: dict[str, Any] = {
     "instructions": None, "max_output_tokens": None, "metadata": {}, "parallel_tool_calls": True, "reasoning": None,
     "temperature": None, "text": {"format": {"type": "text"}}, "tool_choice": "auto", "tools": [], "top_p": None, "user": None,
@@ -61,7 +74,7 @@ def read_response_request(body: dict[str, Any]) -> tuple[CompletionRequest, Buil
     try:
         wanted = read_request(chat, chat=True, prompt_name="input")
     except RequestError as error:
-        error.rename(_CHAT_NAMES.get(error.param or ""))
+        error.rename(_CHAT_NAMES)
         raise
     return wanted, partial(ResponseApiBuilder, asked=left)
 
@@ -86,17 +99,42 @@ def _messages(given: Any, instructions: Any) -> list[dict[str, Any]]:
     if not isinstance(instructions, str | None):
         raise invalid_value("instructions", instructions, "a string")
     items = [{"role": "user", "content": given}] if isinstance(given, str) else given
-    first = [] if instructions is None else [{"role": "system", "content": instructions}]
-    return first + [_message(item, f"input[{number}]") for number, item in enumerate(items)]
+    messages = [] if instructions is None else [{"role": "system", "content": instructions}]
+    for number, item in enumerate(items):
+        message = _message(item, f"input[{number}]")
+        if messages and _is_one_answer(messages[-1], message):
+            for name in message.keys() - {"role"}:
+                messages[-1][name] = messages[-1][name] + message[name] if name in messages[-1] else message[name]
+        else:
+            messages.append(message)
+    return messages
+
+
+def _is_one_answer(message: dict[str, Any], further: dict[str, Any]) -> bool:
+    """Whether two messages are parts of one, as chats have it: with all of its text, reasoning and calls."""
+    both = message.keys() | further.keys()
+    return message["role"] == further["role"] == "assistant" and not both.isdisjoint(("tool_calls", "reasoning_content"))
 
 
 def _message(item: Any, where: str) -> dict[str, Any]:
-    kind = item.get("type", "message") if isinstance(item, dict) else None
-    if isinstance(kind, str) and kind != "message":
-        raise unsupported(f"{where} of type {kind}", "here: allowed are messages")
-    if kind is None or item.get("role") not in _ROLES or not set(item) <= _MESSAGE_NAMES:
-        raise invalid_value(where, item, f"messages with content and a role of {', '.join(_ROLES)}")
-    return {"role": item["role"], "content": _text(item.get("content"), f"{where}.content")}
+    """Return the message that an item of the input is, or is a part of."""
+    kind = item.get("type", "message") if isinstance(item, dict) else "message"
+    if not (isinstance(kind, str) and kind in _ITEM_NAMES):
+        raise unsupported(f"{where} of type {kind}", f"here: allowed are {', '.join(_ITEM_NAMES)}")
+    names = _ITEM_NAMES[kind]
+    if isinstance(item, dict) and {name for name, value in item.items() if value is not None} <= names | _ANY_ITEM_NAMES:
+        match item:
+            case {"role": str() as role} if kind == "message" and role in _ROLES:
+                return {"role": role, "content": _text(item.get("content"), f"{where}.content")}
+            case {"type": "function_call", "call_id": str() as number, "name": str() as name, "arguments": str() as given}:
+                call = {"id": number, "type": "function", "function": {"name": name, "arguments": given}}
+                return {"role": "assistant", "tool_calls": [call]}
+            case {"type": "function_call_output", "call_id": str() as number, "output": output}:
+                return {"role": "tool", "tool_call_id": number, "content": _text(output, f"{where}.output")}
+            case {"type": "reasoning"}:  # without its summary, which no model wrote
+                return {"role": "assistant", "reasoning_content": _text(item.get("content") or "", f"{where}.content")}
+    roles = f"; roles are {', '.join(_ROLES)}" if kind == "message" else ""
+    raise invalid_value(where, item, f"a {kind} with {', '.join(sorted(names))}{roles}")
 
 
 def _text(content: Any, where: str) -> str:
@@ -133,14 +171,15 @@ class ResponseApiBuilder(ResponseBuilder):
         self._asked, self._numbers = asked, count()
         self._id = str(self._head["id"]).removeprefix("chatcmpl-")
         self._items: list[dict[str, Any]] = []
-        """Of the answer, the last of which may grow."""
+        """Of the answer: messages, reasoning, calls."""
+        self._kind = self._text = ""
+        """Of the last item, which may grow."""
 
     def complete(self) -> dict[str, Any]:
         """Return the complete answer."""
         (choice,) = super().complete()["choices"]
-        for _ in self._grow(choice["message"]["content"]):
-            pass
-        return self._end_response(choice)[1]
+        *_, last = self._answer(choice, choice["message"])
+        return dict(last["response"])
 
     def opening(self) -> list[dict[str, Any]]:
         """Return the events that open a stream."""
@@ -149,46 +188,64 @@ class ResponseApiBuilder(ResponseBuilder):
 
     def events(self, progress: Progress) -> list[dict[str, Any]]:
         """Return the events of a stream that tell of what a round brought."""
-        found = list[dict[str, Any]]()
-        for chunk in super().events(progress):
-            (choice,) = chunk["choices"]
-            found += self._grow(choice["delta"].get("content"))
-            if choice["finish_reason"] is not None:
-                events, response = self._end_response(choice)
-                found += [*events, self._event(f"response.{response['status']}", response=response)]
-        return found
+        choices = (choice for chunk in super().events(progress) for choice in chunk["choices"])
+        return [event for choice in choices for event in self._answer(choice, choice["delta"])]
 
     def failure(self, error: BaseException) -> dict[str, Any]:
         """Return the event that ends a stream that failed: as the API has it, and as other streams have it."""
         told = error_object(error)
         return self._event("error", **{name: told["error"][name] for name in ("code", "message", "param")}, **told)
 
-    def _grow(self, text: str | None) -> Iterator[dict[str, Any]]:
-        """Add text to the answer's message."""
-        if not text and self._items:
+    def _answer(self, choice: dict[str, Any], said: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Yield the events of what a chat's choice says, and of its end if it has come."""
+        for piece in self._pieces[0] if self._parsers else [Piece(CONTENT, said["content"])]:
+            if piece.text:
+                yield from self._grow(piece)
+        if choice["finish_reason"] is None:
             return
-        if not self._items:
-            item = {"id": f"msg_{self._id}", "type": "message", "status": "in_progress", "role": "assistant"}
-            self._items.append(item | {"content": [_part("")]})
-            yield self._event("response.output_item.added", output_index=0, item=item | {"content": []})
-            yield self._of_part("response.content_part.added", part=_part(""))
-        if text:
-            self._items[-1]["content"][0]["text"] += text
-            yield self._of_part("response.output_text.delta", delta=text, logprobs=[])
-
-    def _end_response(self, choice: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-        """End the answer; return the events that tell so, and the response."""
         cut = choice["finish_reason"] == "length"
-        item = self._items[-1] = self._items[-1] | {"status": "incomplete" if cut else "completed"}
-        (part,) = item["content"]
-        events = [
-            self._of_part("response.output_text.done", text=part["text"], logprobs=[]),
-            self._of_part("response.content_part.done", part=part),
-            self._event("response.output_item.done", output_index=0, item=item),
-        ]
-        details = {"reason": "max_output_tokens"} if cut else None
-        told = {"incomplete_details": details, "usage": self._response_usage(), "speculation": choice["speculation"]}
-        return events, self._response(item["status"], output=self._items, **told)
+        status = "incomplete" if cut else "completed"
+        if not self._items:
+            yield from self._open(CONTENT, "")
+        yield from self._close(status)
+        told = {"incomplete_details": {"reason": "max_output_tokens"} if cut else None, "output": self._items}
+        response = self._response(status, **told, usage=self._response_usage(), speculation=choice["speculation"])
+        yield self._event(f"response.{status}", response=response)
+
+    def _grow(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Add a piece to the last item, or begin the next with it."""
+        if piece.kind == CALL or piece.kind != self._kind:
+            yield from self._close("completed")
+            yield from self._open(ARGUMENTS if piece.kind == CALL else piece.kind, piece.text)
+        if piece.kind != CALL:
+            self._text += piece.text
+            yield self._of_text("delta", delta=piece.text)
+
+    def _open(self, kind: str, name: str) -> Iterator[dict[str, Any]]:
+        """Begin an item; a call is one of the function with this name."""
+        (called, prefix, _), self._kind, self._text = _ITEMS[kind], kind, ""
+        item = {"id": f"{prefix}_{self._id}_{len(self._items)}", "type": called, "status": "in_progress"}
+        item |= {"call_id": call_id(), "name": name, "arguments": ""} if kind == ARGUMENTS else {"content": []}
+        item |= {CONTENT: {"role": "assistant"}, REASONING: {"summary": []}}.get(kind, {})
+        self._items.append(item)
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=dict(item))
+        if kind != ARGUMENTS:
+            yield self._of_item("response.content_part.added", part=_part(kind, ""))
+
+    def _close(self, status: str) -> Iterator[dict[str, Any]]:
+        """End the last item, if there is one; a call is complete when its arguments are."""
+        if not self._items:
+            return
+        item, text = self._items[-1], self._text
+        if self._kind == ARGUMENTS:
+            item |= {"arguments": text, "status": "incomplete" if loaded(text) is None else "completed"}
+            yield self._of_text("done", name=item["name"], arguments=text)
+        else:
+            part = _part(self._kind, text)
+            item |= {"content": [part], "status": status}
+            yield self._of_text("done", text=text)
+            yield self._of_item("response.content_part.done", part=part)
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=item)
 
     def _response_usage(self) -> dict[str, Any]:
         return {
@@ -206,12 +263,18 @@ class ResponseApiBuilder(ResponseBuilder):
         model = {"model": self._head["model"], "output": [], "truncation": "disabled", "usage": None}
         return {**about, **fixed, **model, **repeated, **told}
 
-    def _of_part(self, name: str, **told: Any) -> dict[str, Any]:
-        return self._event(name, item_id=self._items[-1]["id"], output_index=0, content_index=0, **told)
+    def _of_text(self, what: str, **told: Any) -> dict[str, Any]:
+        logprobs = {"logprobs": []} if self._kind == CONTENT else {}
+        return self._of_item(f"response.{_ITEMS[self._kind][2]}.{what}", **told, **logprobs)
+
+    def _of_item(self, name: str, **told: Any) -> dict[str, Any]:
+        place = {} if self._kind == ARGUMENTS else {"content_index": 0}
+        return self._event(name, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **place, **told)
 
     def _event(self, name: str, **told: Any) -> dict[str, Any]:
         return {"type": name, "sequence_number": next(self._numbers), **told}
 
 
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(kind: str, text: str) -> dict[str, Any]:
+    about = {"annotations": [], "logprobs": []} if kind == CONTENT else {}
+    return {"type": _ITEMS[kind][2], "text": text, **about}

@@ -139,8 +139,8 @@ class ResponseBuilder:
                 parts[piece.kind] = parts.get(piece.kind, "") + piece.text
                 continue
             call = calls.setdefault(piece.call, {"index": piece.call} if self._wanted.stream else {})
-            if piece.kind == CALL:  # nine characters: Mistral's templates take no other ids
-                call |= {"id": secrets.token_hex(5)[:9], "type": "function", "function": {"name": piece.text, "arguments": ""}}
+            if piece.kind == CALL:
+                call |= {"id": call_id(), "type": "function", "function": {"name": piece.text, "arguments": ""}}
             else:
                 function = call.setdefault("function", {"arguments": ""})
                 function["arguments"] += piece.text
@@ -222,3 +222,8 @@ class ResponseBuilder:
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         text, found = self._token_texts(token)
         return {"token": text, "logprob": logprob, "bytes": found}
+
+
+def call_id() -> str:
+    """Return a new id of a call, of nine characters: Mistral's templates take no other ids."""
+    return secrets.token_hex(5)[:9]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from polydraft.sampling.grammar import LARK, STYLE, Grammar
-from polydraft.serve.errors import invalid_value, missing
+from polydraft.serve.errors import invalid_value, missing, unsupported
 from polydraft.serve.forms import LLAMA, ChatForms
 from polydraft.serve.parsing import FormParser, Parser, TemplateParser
 
@@ -101,14 +101,12 @@ def read_tools(left: dict[str, Any]) -> Tools | None:
     for number, tool in enumerate(tools):
         function = _function(tool, f"tools[{number}]")
         if function["name"] in functions:
-            raise invalid_value(f"tools[{number}].function.name", function["name"], "names that differ")
+            raise invalid_value(f"tools[{number}]", function["name"], "names that differ")
         functions[function["name"]] = function
-    match choice:
+    match _flat(choice):
         case "auto" | "none" | "required":
             pass
-        case {"type": "function", "function": {"name": str() as name, **rest}, **others} if name in functions and not (
-            rest or others
-        ):
+        case {"type": "function", "name": str() as name, **rest} if name in functions and not rest:
             choice = name
         case _:
             raise invalid_value("tool_choice", choice, f"{_CHOICES} of a function in tools")
@@ -117,15 +115,25 @@ def read_tools(left: dict[str, Any]) -> Tools | None:
     return Tools(functions=functions, choice=choice, parallel=parallel) if functions and choice != NONE else None
 
 
+def _flat(value: Any) -> Any:
+    """Return a function as `/v1/responses` has it; chats keep its name, and what else there is, one level further down."""
+    match value:
+        case {"type": "function", "function": {**about}, **rest} if not rest:
+            return {**about, "type": "function"}
+    return value
+
+
 def _function(tool: Any, where: str) -> dict[str, Any]:
-    match tool:
-        case {"type": "function", "function": {"name": str() as name, **about}, **rest} if not rest:
+    match _flat(tool):
+        case {"type": str() as kind} if kind != "function":
+            raise unsupported(f"{where} of type {kind}", "here: allowed are functions")
+        case {"type": "function", "name": str() as name, **about}:
             parameters, description = about.get("parameters") or {}, about.get("description") or ""
-            known = set(about) <= {"description", "parameters", "strict"}
+            known = {part for part, value in about.items() if value is not None} <= {"description", "parameters", "strict"}
             if known and _NAME.fullmatch(name) and isinstance(parameters, dict) and isinstance(description, str):
                 parameters = {"type": "object", "properties": {}, **parameters}
                 return {"name": name, "description": description, "parameters": parameters}
-    raise invalid_value(where, tool, f"{_SHAPE} with names of up to 64 letters, digits, '_', '-' and '.'")
+    raise invalid_value(where, tool, f"{_SHAPE}, or flat as in /v1/responses, with names of up to 64 letters, digits, '_', '-' and '.'")
 
 
 def read_calls(message: Mapping[str, Any], where: str, named: dict[str, str]) -> dict[str, Any]:
