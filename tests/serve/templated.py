@@ -32,6 +32,13 @@ WORDS = [
     '{"name": "weather", "parameters": {"ci', 'ty": "Paris"}}\n', "well ", "</think>",
 ]  # fmt: skip
 SPECIAL = ["<tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "</tool_call>", "<unused>"]
+PARTS = {
+    "hermes": ["<tool_call>", WORDS[0], WORDS[3], "</tool_call>"],
+    "llama": ["<|python_tag|>", WORDS[2], WORDS[3], ";", "<end>"],
+    "mistral": ["[TOOL_CALLS]", WORDS[1], WORDS[3], "]"],
+    "thinking": ["</think>", "<tool_call>", WORDS[0], WORDS[3], "well "],
+}
+"""What texts are made of, by a large bias: any order of it comes up, a call now and then."""
 SCHEMA = {
     "type": "object",
     "properties": {

@@ -6,7 +6,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from .templated import TEMPLATES, TOOL, WORDS, leaning
+from .templated import PARTS, TEMPLATES, TOOL, leaning
 
 CHAT = "/v1/chat/completions"
 TIME = {
@@ -88,13 +88,6 @@ def test_required_calls_may_be_several(templated):
 
 
 FREE = {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 16}
-PARTS = {
-    "hermes": ["<tool_call>", WORDS[0], WORDS[3], "</tool_call>"],
-    "llama": ["<|python_tag|>", WORDS[2], WORDS[3], ";", "<end>"],
-    "mistral": ["[TOOL_CALLS]", WORDS[1], WORDS[3], "]"],
-    "thinking": ["</think>", "<tool_call>", WORDS[0], WORDS[3], "well "],
-}
-"""What texts are made of, by a large bias: any order of it comes up, a call now and then."""
 
 
 @pytest.mark.parametrize("form", PARTS)

@@ -239,7 +239,7 @@ class ResponseApiBuilder(ResponseBuilder):
         item, text = self._items[-1], self._text
         if self._kind == ARGUMENTS:
             item |= {"arguments": text, "status": "incomplete" if loaded(text) is None else "completed"}
-            yield self._of_text("done", name=item["name"], arguments=text)
+            yield self._of_text("done", arguments=text)
         else:
             part = _part(self._kind, text)
             item |= {"content": [part], "status": status}

@@ -133,7 +133,8 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
             if known and _NAME.fullmatch(name) and isinstance(parameters, dict) and isinstance(description, str):
                 parameters = {"type": "object", "properties": {}, **parameters}
                 return {"name": name, "description": description, "parameters": parameters}
-    raise invalid_value(where, tool, f"{_SHAPE}, or flat as in /v1/responses, with names of up to 64 letters, digits, '_', '-' and '.'")
+    names = "with names of up to 64 letters, digits, '_', '-' and '.'"
+    raise invalid_value(where, tool, f"{_SHAPE}, or flat as in /v1/responses, {names}")
 
 
 def read_calls(message: Mapping[str, Any], where: str, named: dict[str, str]) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import openai
 import pydantic
 import pytest
 
+from ..templated import leaning
 from .conftest import RESPONSES, TOOL, needs_tools
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
@@ -40,6 +41,53 @@ def test_the_asynchronous_client_reads_all_three_ways_of_asking(shared):
     chat, response, completion, streamed = asyncio.run(ask())
     assert chat.choices[0].message.content == response.output_text == streamed
     assert completion.choices[0].text == "Hello there" and len(completion.choices[0].logprobs.tokens) == 11
+
+
+class weather(pydantic.BaseModel):  # noqa: N801 - the function's name
+    """The weather of a city."""
+
+    city: str
+    days: int
+
+
+def test_calls_of_a_response_are_parsed(templated):
+    server = templated("hermes")
+    options = {"model": server.service.model, "input": "Hi", "tool_choice": "required", "max_output_tokens": 300}
+    options |= {
+        "tools": [openai.pydantic_function_tool(weather)],
+        "extra_body": {"seed": 3, "logit_bias": leaning(server, ['"'], 3)},
+    }
+    found = server.client.responses.parse(**options)
+    (call,) = found.output
+    assert isinstance(call.parsed_arguments, weather)
+    with server.client.responses.stream(**options) as stream:
+        events = list(stream)
+    assert (
+        events[-1].type == "response.completed"
+        and stream.get_final_response().output[0].parsed_arguments == call.parsed_arguments
+    )
+    snapshots = [event.snapshot for event in events if event.type == "response.function_call_arguments.delta"]
+    assert len(snapshots) > 1 and snapshots[-1] == call.arguments
+    told = [{"role": "user", "content": "Hi"}, call, {"type": "function_call_output", "call_id": call.call_id, "output": "dry"}]
+    further = server.client.responses.create(
+        **{**options, "input": told, "tools": [], "tool_choice": "auto", "max_output_tokens": 8}
+    )
+    assert further.output[0].type == "message"
+
+
+def test_reasoning_of_a_response_is_streamed_and_sent_back(templated):
+    server = templated("thinking")
+    asked = {"model": server.service.model, "input": "Hi", "max_output_tokens": 30}
+    asked["extra_body"] = {"seed": 6, "logit_bias": leaning(server, ["well ", "</think>"])}
+    whole = server.client.responses.create(**asked)
+    with server.client.responses.stream(**asked) as stream:
+        events = list(stream)
+    thought, message = events[-1].response.output
+    assert (thought.type, message.type) == ("reasoning", "message") and events[-1].response.output_text == whole.output_text
+    deltas = (event.delta for event in events if event.type == "response.reasoning_text.delta")
+    assert "".join(deltas) == thought.content[0].text == whole.output[0].content[0].text
+    told = [{"role": "user", "content": "Hi"}, *whole.output, {"role": "user", "content": "And?"}]
+    assert server.client.responses.create(**asked | {"input": told}).output
 
 
 @pytest.mark.parametrize("stream", [False, True])
