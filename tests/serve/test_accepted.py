@@ -84,7 +84,7 @@ CLIENTS = {
 @pytest.fixture(scope="module")
 def short(tiny_decoder) -> Iterator[Live]:
     """A server of short texts."""
-    with live(tiny_decoder, slot_tokens=192) as server:
+    with live(tiny_decoder, slot_tokens=112) as server:
         yield server
 
 
@@ -142,7 +142,7 @@ def test_as_many_tokens_as_fit(short):
         assert usage["total_tokens"] == short.service.slot_tokens
     full = {"prompt": [5] * short.service.slot_tokens, "max_tokens": -1}
     error = short.post(COMPLETIONS, full).json()["error"]
-    assert error["code"] == "context_length_exceeded" and "leaves no room for new ones in 192" in error["message"]
+    assert error["code"] == "context_length_exceeded" and "leaves no room for new ones in 112" in error["message"]
 
 
 GIVEN = [
@@ -155,7 +155,7 @@ GIVEN = [
 
 @pytest.mark.parametrize("given", GIVEN, ids=str)
 def test_where_texts_end_is_the_librarys(shared, given):
-    for prompt, seed in (("Once", 3), ("Twice", 4), ("Thrice", 5)):
+    for prompt, seed in (("Once", 3), ("Twice", 4)):
         body = {"prompt": prompt, "max_tokens": 30, "seed": seed, "temperature": 0.8, **given}
         (choice,) = shared.post(COMPLETIONS, body).json()["choices"]
         sampling = SamplingParams(temperature=0.8, **given)
