@@ -101,7 +101,9 @@ FREE = {"messages": MESSAGES, "tools": [TOOL], "max_tokens": 16}
 def test_free_texts_have_the_same_parts_with_speculation_and_without(templated, form, monkeypatch):
     server, calls, drafted = templated(form), 0, 0
     bias = leaning(server, PARTS[form])
-    for number in range(2):
+    for number in range(1, 7):
+        if number > 2 and calls > 3:
+            break
         body = FREE | {"messages": [{"role": "user", "content": str(number)}], "seed": number, "logit_bias": bias}
         greedy = body | {"temperature": 0, "frequency_penalty": 1.5}
         found = [whole(server, greedy | {"speculative": way}) for way in ("auto", "off")]
@@ -165,6 +167,7 @@ def test_what_langchain_binds(templated):
         "tool_choice": {"type": "function", "function": {"name": "weather"}},
         "parallel_tool_calls": False,
         "stream": False,
+        "seed": 1,
         "max_tokens": 300,
     }
     ((_, _, (call,)), _), = whole(templated("hermes"), body)  # fmt: skip
@@ -243,7 +246,7 @@ def test_reasoning_is_apart_from_content(templated):
         ("hermes", {"messages": [{"role": "tool", "content": "x", "tool_call_id": 1}]}, "messages[0].tool_call_id"),
         ("hermes", {"messages": [{"role": "user", "content": "x", "tool_calls": [1]}]}, "messages[0].tool_calls"),
     ],
-    ids=str,
+    ids=lambda one: one if isinstance(one, str) else "",
 )  # fmt: skip
 def test_what_cannot_be_is_refused_by_name(templated, form, body, message):
     answer = templated(form).post(CHAT, {"messages": MESSAGES, "max_tokens": 5, **body})
