@@ -224,9 +224,8 @@ class ResponseApiBuilder(ResponseBuilder):
     def _open(self, kind: str, name: str) -> Iterator[dict[str, Any]]:
         """Begin an item; a call is one of the function with this name."""
         (called, prefix, _), self._kind, self._text = _ITEMS[kind], kind, ""
-        item = {"id": f"{prefix}_{self._id}_{len(self._items)}", "type": called, "status": "in_progress"}
-        item |= {"call_id": call_id(), "name": name, "arguments": ""} if kind == ARGUMENTS else {"content": []}
-        item |= {CONTENT: {"role": "assistant"}, REASONING: {"summary": []}}.get(kind, {})
+        about = {"id": f"{prefix}_{self._id}_{len(self._items)}", "type": called, "status": "in_progress"}
+        item = about | _fresh(kind, name)
         self._items.append(item)
         yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=dict(item))
         if kind != ARGUMENTS:
@@ -264,7 +263,7 @@ class ResponseApiBuilder(ResponseBuilder):
         return {**about, **fixed, **model, **repeated, **told}
 
     def _of_text(self, what: str, **told: Any) -> dict[str, Any]:
-        logprobs = {"logprobs": []} if self._kind == CONTENT else {}
+        logprobs: dict[str, Any] = {"logprobs": []} if self._kind == CONTENT else {}
         return self._of_item(f"response.{_ITEMS[self._kind][2]}.{what}", **told, **logprobs)
 
     def _of_item(self, name: str, **told: Any) -> dict[str, Any]:
@@ -276,5 +275,12 @@ class ResponseApiBuilder(ResponseBuilder):
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
-    about = {"annotations": [], "logprobs": []} if kind == CONTENT else {}
+    about: dict[str, Any] = {"annotations": [], "logprobs": []} if kind == CONTENT else {}
     return {"type": _ITEMS[kind][2], "text": text, **about}
+
+
+def _fresh(kind: str, name: str) -> dict[str, Any]:
+    """Return what only items of this kind have, before there is any text."""
+    if kind == ARGUMENTS:
+        return {"call_id": call_id(), "name": name, "arguments": ""}
+    return {"content": [], **({"role": "assistant"} if kind == CONTENT else {"summary": []})}
