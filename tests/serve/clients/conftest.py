@@ -8,7 +8,6 @@ from types import ModuleType
 
 import pytest
 
-CHATS, RESPONSES = "/v1/chat/completions", "/v1/responses"
 TOOL = {
     "type": "function",
     "function": {
@@ -38,12 +37,3 @@ def needed(module: str, package: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError:
         pytest.skip(f"needs {package}: pip install {package}")
-
-
-def needs_tools(shared, path: str) -> None:
-    """Skip where the server does not take tools."""
-    chats = {"messages": [{"role": "user", "content": "x"}], "tools": [TOOL], "max_tokens": 1}
-    responses = {"input": "x", "tools": [{"type": "function", **TOOL["function"]}], "max_output_tokens": 1}
-    answer = shared.post(path, chats if path == CHATS else responses)
-    if answer.status_code == 400 and answer.json()["error"]["code"] == "unsupported_parameter":
-        pytest.skip(f"needs a server that takes tools in {path}")

@@ -3,7 +3,7 @@
 import pydantic
 import pytest
 
-from .conftest import CHATS, RESPONSES, TOOL, needed, needs_tools
+from .conftest import TOOL, needed
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -46,8 +46,7 @@ def test_it_gets_structured_answers(model, responses):
 
 
 @pytest.mark.parametrize("responses", [False, True])
-def test_it_binds_tools(model, shared, responses):
-    needs_tools(shared, RESPONSES if responses else CHATS)
+def test_it_binds_tools(model, responses):
     chat = model(temperature=0, max_tokens=200, use_responses_api=responses).bind_tools([TOOL], tool_choice="required")
     found = chat.invoke("What is the weather?")
     assert found.tool_calls and found.tool_calls[0]["name"] == "weather" and "city" in found.tool_calls[0]["args"]

@@ -7,7 +7,7 @@ import pydantic
 import pytest
 
 from ..templated import leaning
-from .conftest import RESPONSES, TOOL, needs_tools
+from .conftest import TOOL
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 
@@ -93,7 +93,6 @@ def test_reasoning_of_a_response_is_streamed_and_sent_back(templated):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_of_a_response(shared, stream):
-    needs_tools(shared, RESPONSES)
     tool = {"type": "function", **TOOL["function"], "strict": True}
     options = {"input": "Hello there", "tools": [tool], "tool_choice": "required", "max_output_tokens": 200}
     found = shared.client.responses.create(model=shared.service.model, **options, stream=stream)
