@@ -46,7 +46,7 @@ def proposed(text: Sequence[int], prediction: Sequence[int]) -> tuple[list[bool]
     """Return whether each token was proposed before it came, and the chance of what was proposed."""
     memory = PredictionCache().open()
     memory.read([1, 2, 3])
-    memory.expect(tuple(prediction))
+    memory.expect(SamplingParams(prediction=list(prediction)))
     right, chances = [], []
     for token in text:
         ways = memory.ways(memory.end(), 8)
@@ -83,7 +83,7 @@ def test_of_a_wrong_prediction_less_and_less_is_proposed() -> None:
 
 def test_a_memory_walks_its_path_and_no_other() -> None:
     memory = PredictionCache().open()
-    memory.expect((5, 6, 7, 8))
+    memory.expect(SamplingParams(prediction=[5, 6, 7, 8]))
     place = memory.step(memory.step(memory.end(), 5), 6)
     assert [token for token, _ in memory.ways(place, 8)] == [7]
     assert not memory.ways(memory.step(place, 9), 8)

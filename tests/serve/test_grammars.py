@@ -220,11 +220,12 @@ DRAFTS = {
     "dynamic": {"draft": "early-exit:1", "tree": "dynamic:12"},
     "n-grams": {"drafter": "lookup"},
     "none": {"draft": "none"},
+    "predicted": {"draft": "early-exit:1", "tree": "3x2x1", "walk": "block"},
 }
 
 
 @pytest.mark.parametrize(("drafts", "count"), [
-    ("static", 120), *(pytest.param(name, 600, marks=pytest.mark.slow) for name in DRAFTS)
+    ("static", 120), ("predicted", 60), *(pytest.param(name, 600, marks=pytest.mark.slow) for name in DRAFTS)
 ])  # fmt: skip
 def test_the_distribution_is_the_masked_targets(roomy, grammars, drafts, count):
     decoder = loaded(roomy, **DRAFTS[drafts])
@@ -233,14 +234,16 @@ def test_the_distribution_is_the_masked_targets(roomy, grammars, drafts, count):
     prompt = decoder.encode("Say")
     distribution = exact_distribution(decoder, grammars, prompt, texts)
     assert sum(distribution.values()) == pytest.approx(1, abs=1e-4)
-    sampling = SamplingParams(grammar=Grammar.json_schema(SCHEMA))
+    expected = texts[1] if drafts == "predicted" else None
+    sampling = SamplingParams(grammar=Grammar.json_schema(SCHEMA), prediction=expected)
     found = decoder.generate([prompt] * count, sampling=sampling, max_new_tokens=60, seed=8)
     counts = [sum(one.text == text for one in found) for text in texts]
     assert sum(counts) == count
     assert chi_square_p_value(np.array(counts), np.array([distribution[text] for text in texts])) > 1e-5
     # One token per byte: most of the text is forced, and needs neither a draft nor a round of its own.
     sources = {source for one in found for source in one.sources}
-    assert ("grammar" in sources) == (drafts in ("static", "dynamic"))
+    assert ("grammar" in sources) == (drafts in ("static", "dynamic", "predicted"))
+    assert ("prediction" in sources) == (drafts == "predicted")
     if drafts == "static":
         assert found[0].stats.tokens_per_pass > 4
 

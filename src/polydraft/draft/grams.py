@@ -62,6 +62,8 @@ class GramTree(Drafter):
         What passes cost, for that; measured when first needed, and kept for this machine, if not given.
     belief : Belief
         Of the caches, before the first round.
+    added : bool
+        Whether they were added for one request: a walk that cannot verify them is then replaced, not refused.
     """
 
     def __init__(
@@ -73,8 +75,9 @@ class GramTree(Drafter):
         pauses: bool = False,
         costs: Costs | None = None,
         belief: Belief = FAIR,
+        added: bool = False,
     ) -> None:
-        self.name, self.lossless = name, not options.flat_blocks
+        self.name, self.lossless, self.added = name, not options.flat_blocks, added
         self.caches, self.options, self.costs = tuple(caches), options, costs
         self.pauses, self.belief = pauses and self.lossless, belief
         self.predicts = any(cache.name == PREDICTION for cache in self.caches)
@@ -85,6 +88,7 @@ class GramTree(Drafter):
 
     def builder(self, batch_size: int, target: LanguageModel, name: str) -> Builder:
         """Return what builds the tries of a batch, for a drafter of some name."""
+        name = "" if self.added else name
         sizes = self.options.on(target.device)
         if self.lossless and on_device(self.caches, sizes, target.device):
             return DeviceTrieBuilder(self.caches, sizes, batch_size, target.device, name)
@@ -329,7 +333,7 @@ class TrieBuilder(Builder):
         super().begin(texts, rows, params)
         for row in rows:
             for memory in self.source.memories[row]:
-                memory.expect(params.rows[row].predicted)
+                memory.expect(params.rows[row])
         self.source.riders.admit(texts, rows, params)
 
     def use(self, params: RowParams) -> None:

@@ -55,9 +55,9 @@ def with_prediction(drafter: Drafter, costs: Costs | None = None) -> Drafter:
 
 
 def _predicting(grams: GramTree | None, costs: Costs | None) -> GramTree:
-    """Ask the prediction before all other caches."""
+    """Return n-grams that look into the prediction before all other caches."""
     if grams is None:
         grams = GramTree(PREDICTION, (), GramTreeOptions(riders=RiderOptions(branches=0)), costs=costs)
     options = dataclasses.replace(grams.options, nodes=max(grams.options.nodes or 0, _LENGTH), depth=_LENGTH)
     caches = (PredictionCache(), *grams.caches)
-    return GramTree(grams.name, caches, options, pauses=True, costs=costs or grams.costs, belief=_BELIEF)
+    return GramTree(grams.name, caches, options, pauses=True, costs=costs or grams.costs, belief=_BELIEF, added=True)

@@ -203,7 +203,7 @@ class Combination(Drafter):
     def __init__(self, tree: TreeDrafter, grams: GramTree) -> None:
         self.tree, self.grams = tree, grams
         self.name = f"{grams.name}+{tree.name}"
-        self.model, self.topology = tree.model, tree.topology
+        self.model, self.topology, self.lossless = tree.model, tree.topology, tree.lossless
 
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
         """Go to work on a batch."""

@@ -36,8 +36,11 @@ for most nodes it does not come to it."""
 
 
 def check_node_walk(name: str, wish: str) -> None:
-    """Refuse walks over whole paths, whose acceptance is reckoned from the distribution that every child was drawn from."""
-    if wish not in (AUTO, NodeWalk.name):
+    """Refuse walks over whole paths, whose acceptance is reckoned from the distribution that every child was drawn from.
+
+    `name` is the drafter that was asked for; nothing is refused without one.
+    """
+    if name and wish not in (AUTO, NodeWalk.name):
         raise UsageError(
             f"walk {wish!r} cannot verify n-grams, which drafter {name!r} proposes; allowed: auto, {NodeWalk.name}"
         )

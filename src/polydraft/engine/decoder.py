@@ -93,10 +93,8 @@ class Decoder:
         self.graphs, self.ahead = graphs, ahead
         self._grammars: Grammars | None = None
         """Made when first asked for: that takes a second."""
-        self._with_forced = with_forced(self.drafter)
-        """Who drafts for texts with grammars."""
-        self._predicting: Drafter | None = None
-        """Who drafts for texts with predictions, once there was one."""
+        self._drafters: dict[tuple[bool, bool], Drafter] = {(False, False): self.drafter}
+        """Drafters of texts with or without grammars, and predictions."""
         self._kept: tuple[Drafter, Workspace] | None = None
         self._spare: deque[tuple[Drafter, Workspace]] = deque(maxlen=_MOST_SPARE)
         """Workspaces of a GPU, whose captured rounds are worth keeping."""
@@ -178,10 +176,7 @@ class Decoder:
         asked, seeds = request.row_params(len(texts)).map(self.with_prediction_read), request.seeds(len(texts))
         limits, stops = request.row_limits(len(texts)), request.row_stops(len(texts))
         grammars = self._grammar_processors(asked, texts)
-        drafter, walk = self._with_forced if any(grammars) else self.drafter, self.walk
-        if any(own.predicted for own in asked):  # which beside a grammar takes the place of what that forces
-            drafter = self._predicting = self._predicting or with_prediction(self.drafter)
-            walk = AUTO
+        drafter = self._drafter_for(forced=any(grammars), predicted=any(own.predicted for own in asked))
         sequences = [
             self.sequence(
                 text,
@@ -203,7 +198,7 @@ class Decoder:
             check_params(own, self.target.vocab_size)
         with self._turn if request.keep else nullcontext():
             workspace = self._lend(drafter, params, request.keep)
-            engine = Engine(workspace, walk=walk, sequences=sequences, keep=request.keep, elastic=not request.keep)
+            engine = Engine(workspace, walk=self.walk, sequences=sequences, keep=request.keep, elastic=not request.keep)
             self._put_back(drafter, workspace, request.keep)
         settings = {
             "seeds": seeds,
@@ -363,6 +358,13 @@ class Decoder:
             raise UsageError(f"the chat template refuses these messages ({error}); change their roles or order") from None
         check_text(text)
         return text
+
+    def _drafter_for(self, *, forced: bool, predicted: bool) -> Drafter:
+        """Return who drafts for texts with grammars, predictions, or both; made when first needed."""
+        if (forced, predicted) not in self._drafters:
+            drafter = with_forced(self.drafter) if forced else self.drafter
+            self._drafters[forced, predicted] = with_prediction(drafter) if predicted else drafter
+        return self._drafters[forced, predicted]
 
     def _grammar_processors(self, params: RowParams, texts: Sequence[Sequence[int]]) -> list[GrammarProcessor | None]:
         """Return what keeps each text to its grammar; None for texts without one."""

@@ -12,6 +12,7 @@ import torch
 
 from polydraft.errors import UsageError
 from polydraft.registry import Registry
+from polydraft.sampling import SamplingParams
 
 if TYPE_CHECKING:
     from polydraft.ngrams.tables import CorpusTables
@@ -95,8 +96,8 @@ class GramMemory(ABC):
     def learn(self, tokens: Sequence[int]) -> None:  # noqa: B027 (most memories do not need it)
         """Learn an n-gram that is not part of the text, such as a draft branch and its continuation."""
 
-    def expect(self, tokens: tuple[int, ...]) -> None:  # noqa: B027
-        """Take note of what the text is predicted to go on with."""
+    def expect(self, params: SamplingParams) -> None:  # noqa: B027
+        """Take what a request says about the text from here on: a prediction, or a grammar."""
 
     @abstractmethod
     def reset(self) -> None:

@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from polydraft.ngrams.cache import GramCache, GramMemory, GramOptions, Match, Way
+from polydraft.sampling import SamplingParams
 
 PREDICTION = "prediction"
 _LONGEST, _LEAST = 16, 2
@@ -36,10 +37,13 @@ class _PredictionMemory(GramMemory):
 
     def reset(self) -> None:
         self._tail: tuple[int, ...] = ()
-        self.expect(())
+        self._follow_from_here(())
 
-    def expect(self, tokens: tuple[int, ...]) -> None:
-        """Expect the text to go on with these tokens, from where it is now."""
+    def expect(self, params: SamplingParams) -> None:
+        """Expect the text to go on with the prediction, from where it is now."""
+        self._follow_from_here(params.predicted)
+
+    def _follow_from_here(self, tokens: tuple[int, ...]) -> None:
         self._predicted, self._place, self._anchor = tokens, (0, _FIRM), 0
         self._after: dict[tuple[int, ...], list[int]] = {}
         for place in range(_LEAST, len(tokens)):
