@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import interpreted
 from polydraft.backends.triton.drawing import MOST_CHILDREN
-from polydraft.draft.planting import plant_largest
+from polydraft.draft.static_builder import plant_largest
 from polydraft.sampling import NO_TOKEN, SamplingParams
 from polydraft.trees import parse_tree
 from polydraft.verify import SCHEMES

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from polydraft.sampling.softened import softened
+from polydraft.sampling.warper import softened
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 

@@ -29,7 +29,7 @@ from polydraft.backends.triton.verification import FusedRound
 from polydraft.devices import values_hidden
 from polydraft.draft import DistributionSource
 from polydraft.draft.fixed_builder import FixedBuilder
-from polydraft.draft.planting import plant_columns, plant_largest
+from polydraft.draft.static_builder import plant_columns, plant_largest
 from polydraft.engine.outcome import conclude
 from polydraft.models import FAMILIES, FeatureHead
 from polydraft.models.bodies import lean_body
@@ -38,7 +38,7 @@ from polydraft.models.heads.feature_head import HeadShape, TapNorm
 from polydraft.models.placing import place
 from polydraft.models.storage import move_up
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
-from polydraft.sampling.softened import softened
+from polydraft.sampling.warper import softened
 from polydraft.trees import DraftTree, DynamicShape, SlicedMask, parse_tree, union
 from polydraft.verify import SCHEMES, BlockWalk
 from polydraft.verify.hybrid import draw_hybrid

@@ -7,7 +7,7 @@ from torch import Tensor
 import interpreted
 from polydraft.backends.triton import interpreting
 from polydraft.sampling import RowParams, SamplingParams, Warper
-from polydraft.sampling.softened import softened
+from polydraft.sampling.warper import softened
 
 pytestmark = [
     pytest.mark.skipif(not interpreted.turn_on(), reason="needs Triton's interpreter: pip install triton, and no GPU"),

@@ -218,3 +218,31 @@ class DraftDistributions(ByRow):
         # Padding rows of either model's table never get mass.
         missing = self.vocab_size - logits_BWV.shape[-1]
         return torch.nn.functional.pad(logits_BWV, (0, missing), value=-torch.inf) if missing else logits_BWV
+
+
+class DistributionBuilder(Builder):
+    """A builder that takes children from a draft's distributions, drawn or by rank."""
+
+    source: DistributionSource
+    _distributions: DraftDistributions
+
+    @abstractmethod
+    def _draft_params(self, params: RowParams) -> RowParams:
+        """Return the sampling parameters of the draft, given those of the target."""
+
+    def row_parts(self) -> Iterable[ByRow]:
+        """Return the draft's distributions as well."""
+        return *super().row_parts(), self._distributions
+
+    def use(self, params: RowParams) -> None:
+        """Take the parameters that the rows have from now on."""
+        self._distributions.use(self._draft_params(params))
+
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Begin new texts in some rows, and take the parameters of all rows."""
+        super().begin(texts, rows, params)
+        self._distributions.begin(texts, rows, self._draft_params(params))
+
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Add newly emitted tokens to the certain texts."""
+        self._distributions.advance(emitted)

@@ -8,13 +8,12 @@ References
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from polydraft.draft.builder import Builder, DraftDistributions
+from polydraft.draft.builder import DistributionBuilder, DraftDistributions
 from polydraft.draft.candidates import (
     Level,
     best,
@@ -31,7 +30,6 @@ from polydraft.draft.policy import RowPolicy
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.static_builder import DEFAULT_SCHEME
 from polydraft.draft.stopping_builder import DECISION_OBSTACLE, Decision
-from polydraft.rows import ByRow
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.trees import DraftTree, DynamicShape
 from polydraft.verify import SCHEMES, Scheme
@@ -219,7 +217,7 @@ class Drawn(Candidates):
         )
 
 
-class DynamicBuilder(Builder):
+class DynamicBuilder(DistributionBuilder):
     """Grow trees whose shape follows the draft's confidence, as large as pays.
 
     Parameters
@@ -258,17 +256,18 @@ class DynamicBuilder(Builder):
         self.obstacle = DECISION_OBSTACLE if decision is not None else "the host looks at dynamic trees as they grow"
         self._distributions = DraftDistributions(source, self._ranking(params), vocab_size)
         self._likeliest, self._drawn = Likeliest(shape, self._distributions, policy), Drawn(shape, self._distributions, policy)
-        self._note(params)
+        self._draft_params(params)
         self._grown: Grown | None = None
 
     def _ranking(self, params: RowParams) -> RowParams:
         return ranking_params(params, self._draft_temperature, self.policy.belief.greedy_temperature)
 
-    def _note(self, params: RowParams) -> None:
-        """Choose how candidates come about."""
+    def _draft_params(self, params: RowParams) -> RowParams:
+        """Choose too how candidates come about."""
         drawn = not params.all_greedy and self._draft_temperature != 0
         self._candidates: Candidates = self._drawn if drawn else self._likeliest
         self._drawn.greedy_B = torch.tensor(params.greedy) if drawn and params.mixed else None
+        return self._ranking(params)
 
     @property
     def scheme(self) -> Scheme:
@@ -285,25 +284,6 @@ class DynamicBuilder(Builder):
         """A full front on every level, behind the lead."""
         widths = [kind.width(depth) for kind in (self._likeliest, self._drawn) for depth in range(self.depth)]
         return self.source.lead + 1 + max(widths) * (self.depth - 1)
-
-    def row_parts(self) -> Iterable[ByRow]:
-        """Return the draft's distributions as well."""
-        return *super().row_parts(), self._distributions
-
-    def use(self, params: RowParams) -> None:
-        """Take the parameters that the rows have from now on."""
-        self._note(params)
-        self._distributions.use(self._ranking(params))
-
-    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Take note of the certain texts of new rows, and of all rows' parameters."""
-        super().begin(texts, rows, params)
-        self._note(params)
-        self._distributions.begin(texts, rows, self._ranking(params))
-
-    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Add newly emitted tokens to the certain texts."""
-        self._distributions.advance(emitted)
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Grow the trees of a round: pass the likeliest paths through the source, level by level."""

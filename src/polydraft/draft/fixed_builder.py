@@ -1,12 +1,11 @@
 """Dynamic trees of one size, for one text at temperature 0 on a GPU: rounds are captured, and kernels grow the trees."""
 
 import dataclasses
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from polydraft.draft.builder import Builder, DraftDistributions
+from polydraft.draft.builder import DistributionBuilder, DraftDistributions
 from polydraft.draft.growth import Expand, Grown, Passes, grow_likeliest
 from polydraft.draft.policy import FAIR
 from polydraft.draft.source import DistributionSource
@@ -28,7 +27,7 @@ def ranking_params(params: RowParams, draft_temperature: float | None, greedy: f
     return params.map(ranking)
 
 
-class FixedBuilder(Builder):
+class FixedBuilder(DistributionBuilder):
     """Grow trees of all levels and nodes that a shape allows, of the likeliest candidates.
 
     Candidates are chosen by rank, not drawn, so that verification by naive sampling is exact at any temperature; at
@@ -62,7 +61,7 @@ class FixedBuilder(Builder):
         self.source: DistributionSource = source
         self.shape, self.num_nodes, self.depth = shape, shape.nodes, shape.depth
         self._draft_temperature = draft_temperature
-        self._distributions = DraftDistributions(source, ranking_params(params, draft_temperature), vocab_size)
+        self._distributions = DraftDistributions(source, self._draft_params(params), vocab_size)
         self._passes = Passes(source.lead, self.places)
         self._grown: Grown | None = None
 
@@ -71,13 +70,8 @@ class FixedBuilder(Builder):
         """A full front on every level, behind the lead."""
         return self.source.lead + 1 + self.shape.beam * (self.shape.depth - 1)
 
-    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Take note of the certain texts of new rows, and of all rows' parameters."""
-        self._distributions.begin(texts, rows, ranking_params(params, self._draft_temperature))
-
-    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Add newly emitted tokens to the certain texts."""
-        self._distributions.advance(emitted)
+    def _draft_params(self, params: RowParams) -> RowParams:
+        return ranking_params(params, self._draft_temperature)
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Pass the likeliest paths through the source, level by level."""

@@ -1,18 +1,17 @@
 """Trees of one static shape, drawn level by level."""
 
-from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from polydraft.draft.builder import Builder, DraftDistributions
-from polydraft.draft.planting import plant_columns, plant_largest
+from polydraft.draft.builder import DistributionBuilder, DraftDistributions
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.static_plan import WIDEST_SCHEME, GroupPlan, LevelPlan, Plan, plan_passes
-from polydraft.rows import ByRow
-from polydraft.sampling import NO_TOKEN, RowParams
+from polydraft.operations import operation
+from polydraft.sampling import NO_TOKEN, PartialVocabulary, RowParams
+from polydraft.sampling.warper import RANKED_NATS
 from polydraft.transfers import assign
 from polydraft.trees import DraftTree, Topology
 from polydraft.verify import SCHEMES, Scheme
@@ -28,7 +27,56 @@ def _automatic(topology: Topology) -> str:
     return DEFAULT_SCHEME if limit is None or topology.max_children <= limit else WIDEST_SCHEME
 
 
-class StaticBuilder(Builder):
+@operation
+def plant_columns(columns_BX: Tensor, nodes_GK: Tensor, tokens_BN: Tensor, vocabulary: PartialVocabulary | None) -> None:
+    """Write the tokens of drawn columns into `tokens_BN`; `NO_TOKEN` stays.
+
+    Parameters
+    ----------
+    columns_BX : Tensor
+        Columns of the draft's distributions, for all of `nodes_GK` side by side.
+    nodes_GK : Tensor
+        The nodes' children, in draw order; 0 for none.
+    tokens_BN : Tensor
+        All tokens of the tree, written in place.
+    vocabulary : PartialVocabulary, optional
+        What the columns mean, where they are not all tokens.
+    """
+    tokens_BX = columns_BX if vocabulary is None else vocabulary.tokens(columns_BX)
+    root_B1 = tokens_BN[:, :1].clone()
+    tokens_BN.scatter_(1, nodes_GK.flatten().expand_as(tokens_BX), tokens_BX)
+    tokens_BN[:, :1] = root_B1
+
+
+@operation
+def plant_largest(
+    logits_BGV: Tensor,
+    nodes_GK: Tensor,
+    tokens_BN: Tensor,
+    vocabulary: PartialVocabulary | None,
+    vocab_size: int,
+) -> None:
+    """Write the tokens of the largest logits into `tokens_BN`, of equal ones the first; `NO_TOKEN` for what has no weight.
+
+    They are what `top` draws from `Warper.ranking`, whose weights round differences away that kernels may keep.
+
+    Parameters
+    ----------
+    logits_BGV : Tensor
+        Of G nodes per row.
+    nodes_GK, tokens_BN, vocabulary
+        As for `plant_columns`.
+    vocab_size : int
+        The target's: columns beyond it are padding.
+    """
+    known_BGV = logits_BGV if vocabulary is not None else logits_BGV[..., :vocab_size]
+    scores_RV = known_BGV.float().flatten(0, 1)
+    weights_RV = (scores_RV - (scores_RV.amax(-1, keepdim=True) - RANKED_NATS)).clamp_(min=0)
+    columns_RK = _TOP.draw(weights_RV, weights_RV.new_empty(len(weights_RV), nodes_GK.shape[1]))
+    plant_columns.reference(columns_RK.view(len(tokens_BN), -1), nodes_GK, tokens_BN, vocabulary)
+
+
+class StaticBuilder(DistributionBuilder):
     """Draw the children of every node of a static tree from a source's distributions.
 
     `polydraft.draft.load_builder` has rounds of smaller trees, `polydraft.draft.stopping_builder` rows that draft less.
@@ -115,23 +163,6 @@ class StaticBuilder(Builder):
     def places(self) -> int:
         """One per node, behind the lead."""
         return self.source.lead + self.num_nodes
-
-    def row_parts(self) -> Iterable[ByRow]:
-        """Return the draft's distributions as well."""
-        return *super().row_parts(), self._distributions
-
-    def use(self, params: RowParams) -> None:
-        """Take the parameters that the rows have from now on."""
-        self._distributions.use(self._draft_params(params))
-
-    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Take note of the certain texts of new rows, and of all rows' parameters."""
-        super().begin(texts, rows, params)
-        self._distributions.begin(texts, rows, self._draft_params(params))
-
-    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Add newly emitted tokens to the certain texts."""
-        self._distributions.advance(emitted)
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Pass each level through the source and draw the next one."""

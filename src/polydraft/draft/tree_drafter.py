@@ -211,63 +211,35 @@ class Combination(Drafter):
         return DraftSession(self.tree.name, drawn=self.tree.builder(params, target), certain=certain)
 
 
-def _model(parts: Parts, drafter: str) -> LanguageModel:
-    if not isinstance(parts.draft, LanguageModel):
-        raise UsageError(f"drafter {drafter!r} needs a draft model; pass draft=NAME, a folder, or early-exit:k")
-    return parts.draft
+def _register(name: str, needs: type[LanguageModel] | type[Head], *, dynamic: bool) -> None:
+    @DRAFTERS.register(name)
+    def build(parts: Parts) -> TreeDrafter:
+        if not isinstance(parts.draft, needs):
+            what = "a draft model; pass draft=NAME, a folder, or early-exit:k"
+            if needs is Head:
+                what = "a feature head; make one with: polydraft train head"
+            raise UsageError(f"drafter {name!r} needs {what}")
+        temperature, decision, pauses = parts.draft_temperature, parts.decision, parts.pauses
+        if not dynamic:
+            return TreeDrafter(
+                parts.draft,
+                parts.topology,
+                parts.scheme,
+                draft_temperature=temperature,
+                decision=decision,
+                by_load=parts.by_load,
+                greedy=parts.greedy,
+                pauses=pauses,
+            )
+        # Costs are measured only for trees that were asked for by name: small models of tests have none worth measuring.
+        shape, costs = (parts.dynamic, None) if parts.dynamic else (DynamicShape.like(parts.topology), _NOMINAL)
+        return TreeDrafter(parts.draft, shape, draft_temperature=temperature, decision=decision, costs=costs, pauses=pauses)
 
 
-def _head(parts: Parts, drafter: str) -> Head:
-    if not isinstance(parts.draft, Head):
-        raise UsageError(f"drafter {drafter!r} needs a feature head; make one with: polydraft train head")
-    return parts.draft
-
-
-def _static(parts: Parts, draft: LanguageModel | Head) -> TreeDrafter:
-    return TreeDrafter(
-        draft,
-        parts.topology,
-        parts.scheme,
-        draft_temperature=parts.draft_temperature,
-        decision=parts.decision,
-        by_load=parts.by_load,
-        greedy=parts.greedy,
-        pauses=parts.pauses,
-    )
-
-
-def _dynamic(parts: Parts, draft: LanguageModel | Head) -> TreeDrafter:
-    # Costs are measured only for trees that were asked for by name: small models of tests have none worth measuring.
-    shape, costs = (parts.dynamic, None) if parts.dynamic else (DynamicShape.like(parts.topology), _NOMINAL)
-    return TreeDrafter(
-        draft,
-        shape,
-        draft_temperature=parts.draft_temperature,
-        decision=parts.decision,
-        costs=costs,
-        pauses=parts.pauses,
-    )
-
-
-@DRAFTERS.register("model")
-def _build_model(parts: Parts) -> TreeDrafter:
-    return _static(parts, _model(parts, "model"))
-
-
-@DRAFTERS.register("head")
-def _build_head(parts: Parts) -> TreeDrafter:
-    return _static(parts, _head(parts, "head"))
-
-
-@DRAFTERS.register("dynamic")
-def _build_dynamic(parts: Parts) -> TreeDrafter:
-    return _dynamic(parts, _model(parts, "dynamic"))
-
-
-@DRAFTERS.register("dynamic-head")
-def _build_dynamic_head(parts: Parts) -> TreeDrafter:
-    return _dynamic(parts, _head(parts, "dynamic-head"))
-
+_register("model", LanguageModel, dynamic=False)
+_register("head", Head, dynamic=False)
+_register("dynamic", LanguageModel, dynamic=True)
+_register("dynamic-head", Head, dynamic=True)
 
 AUTO = "auto"
 NONE = "none"

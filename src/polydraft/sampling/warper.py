@@ -7,18 +7,25 @@ import torch
 from torch import Tensor
 
 from polydraft.devices import is_host
+from polydraft.operations import operation
 from polydraft.rows import ByRow
 from polydraft.sampling.categorical import NO_TOKEN
 from polydraft.sampling.history import History
 from polydraft.sampling.params import RowParams, SamplingParams, bias_table
 from polydraft.sampling.processing import Processing
 from polydraft.sampling.row_numbers import RowNumbers
-from polydraft.sampling.softened import softened
 from polydraft.sampling.truncation import truncated
 from polydraft.sampling.vocabulary import PartialVocabulary
 
 RANKED_NATS = 60.0
 """How far below the likeliest a token weighs nothing where only the order matters."""
+
+
+@operation
+def softened(logits_BGV: Tensor, temperature_B: Tensor | None) -> Tensor:
+    """Return the softmax of logits over each row's temperature, in float32; a NaN spreads over its whole node."""
+    scores_BGV = logits_BGV.float()
+    return torch.softmax(scores_BGV if temperature_B is None else scores_BGV / temperature_B.view(-1, 1, 1), dim=-1)
 
 
 class Warper(ByRow):

@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 
 from polydraft.backends.triton import LEAST_CHILDREN, kernels_run, power_of_two, runs_on_tensors, side_by_side
-from polydraft.draft.planting import plant_columns, plant_largest
+from polydraft.draft.static_builder import plant_columns, plant_largest
 from polydraft.operations import implements
 from polydraft.sampling import PartialVocabulary
-from polydraft.sampling.softened import softened
-from polydraft.sampling.warper import RANKED_NATS
+from polydraft.sampling.warper import RANKED_NATS, softened
 from polydraft.verify.hybrid import draw_hybrid
 
 _MOST_AT_ONCE, _SOFTENED = 2**16, 2**13

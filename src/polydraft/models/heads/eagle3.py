@@ -31,7 +31,7 @@ from polydraft.models.heads.foreign_tensors import (
     shapes_of,
     weight_files,
 )
-from polydraft.models.heads.head_folder import Target, checked_shape, new_head
+from polydraft.models.heads.head_folder import Target, checked_shape, installed, new_head
 from polydraft.models.hf import HFModel
 
 _MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -100,11 +100,7 @@ class Format:
         head = new_head(shape, target, vocabulary, name, self.head)
         head.load_state_dict(self.renamed(theirs, shape))
         head.tables = own_tables(theirs, head, vocabulary)
-        target.tap(shape.taps)
-        # Of a draft, fewer bits change speed and never the text's distribution: it is read in int8, whatever the target is.
-        for layer in head.all_layers:
-            layer.int8 = True
-        return head.to(target.device, target.dtype).requires_grad_(False).eval()
+        return installed(head, target)
 
     def _read(self, folder: Path, target: Target, name: str) -> tuple[HeadShape, list[Path], Mapping[str, tuple[int, ...]]]:
         """Return a head's sizes and form, the files of its weights, and the shapes of all that belong to it."""

@@ -120,6 +120,15 @@ def new_head(
     return head
 
 
+def installed(head: FeatureHead, target: HFModel) -> FeatureHead:
+    """Return a loaded head beside its target, which now shows the features that it reads."""
+    target.tap(head.taps)
+    # Of a draft, fewer bits change speed and never the text's distribution: it is read in int8, whatever the target is.
+    for layer in head.all_layers:
+        layer.int8 = True
+    return head.to(target.device, target.dtype).requires_grad_(False).eval()
+
+
 def _unpacked(end: Any, target: HFModel) -> Any:
     """Return the table of an embedding or an output head that somebody else may have quantised, as numbers."""
     try:
@@ -231,10 +240,7 @@ def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> Featu
         head.load_state_dict(load_file(folder / "model.safetensors"))
     except (OSError, SafetensorError, RuntimeError) as error:
         raise _unreadable(name, error) from None
-    target.tap(shape.taps)
-    # Of a draft, fewer bits change speed and never the text's distribution: it is read in int8, whatever the target is.
-    head.int8 = True
-    return head.to(target.device, target.dtype).requires_grad_(False).eval()
+    return installed(head, target)
 
 
 def save_vocabulary(vocabulary: PartialVocabulary, folder: Path) -> None:
