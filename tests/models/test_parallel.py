@@ -27,7 +27,7 @@ from models.test_eagle3 import Change, configured, pickled, weighted
 from polydraft.beam import BeamDecoder
 from polydraft.draft import TreeDrafter
 from polydraft.draft.costs import costs_of, measure
-from polydraft.draft.parallel_source import ParallelSource
+from polydraft.draft.head_source import ParallelSource
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, PolydraftError, UsageError
 from polydraft.models.heads.head_export import export_speculators

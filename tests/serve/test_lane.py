@@ -11,7 +11,7 @@ from tests.serve.test_scheduler import OPTIONS, alone, decoder, sequence
 from exactness.setups import TARGET
 from polydraft.draft import Plain, TreeDrafter
 from polydraft.engine import Decoder
-from polydraft.engine.stats import Pace
+from polydraft.engine.stats import ReadingPace
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES, Context
 from polydraft.models.hf import HFModel
@@ -149,7 +149,7 @@ def test_short_prompts_pass_long_ones_that_are_read(monkeypatch: pytest.MonkeyPa
 
 
 def test_the_pace_of_reading_follows_what_was_measured() -> None:
-    pace = Pace(256, 0.1)
+    pace = ReadingPace(256, 0.1)
     assert pace.room(True) == pace.room(False) == 256
     pace.read(20)
     pace.timed(0.04, 0.04)
@@ -170,7 +170,7 @@ def test_the_pace_of_reading_follows_what_was_measured() -> None:
     pace.read(1)
     pace.timed(9, 8.5)  # something was compiled
     assert pace.room(True) == 16
-    assert Pace(None, None).room(True) > 10**9
+    assert ReadingPace(None, None).room(True) > 10**9
 
 
 def test_rounds_are_captured_anew_in_storage_that_is_handed_on(caches: list[StandIn]) -> None:

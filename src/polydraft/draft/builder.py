@@ -80,7 +80,7 @@ class Builder(ByRow, ABC):
 
     @property
     def kind(self) -> Hashable:
-        """What a capture of the next round depends on beside tensors: one that the host has chosen."""
+        """What a capture of the next round depends on besides tensors, as chosen by the host."""
         return None
 
     @property
@@ -89,7 +89,7 @@ class Builder(ByRow, ABC):
         return 1
 
     def rehearse(self, number: int | None) -> None:
-        """Let all rounds be of one kind, until told None: so that its capture is there before it is needed."""
+        """Fix the kind of all rounds until None is passed, so that its capture exists before it is needed."""
 
     @property
     def places(self) -> int:
@@ -113,7 +113,7 @@ class Builder(ByRow, ABC):
     def limited(self) -> Mapping[int, Sequence[int]]:
         """Rows that are limited to a part of the next tree, and which of `num_uniforms` they use, in the order they are drawn.
 
-        They use no others, so that what a row's generator gives does not depend on its company.
+        They use no others, so that a row's random numbers do not depend on other rows.
         """
         return {}
 
@@ -125,7 +125,7 @@ class Builder(ByRow, ABC):
         """Take the parameters that the rows have from now on: there are more or fewer of them than before."""
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Take note of the certain texts of new rows, and of all rows' parameters from now on."""
+        """Begin new texts in some rows, and take the parameters of all rows."""
         if self.policy is not None:
             self.policy.begin(rows)
 
@@ -146,7 +146,7 @@ class Builder(ByRow, ABC):
         """Add newly emitted tokens to the certain texts."""
 
     def took(self, counts: Sequence[int]) -> None:
-        """Take note on the host of how many candidates that depend on the past only each row accepted."""
+        """Learn on the host how many n-gram candidates each row accepted."""
 
     def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str] | None:
         """Say who proposed each of a row's accepted tokens; None if there is only one answer."""
@@ -177,7 +177,7 @@ class DraftDistributions(ByRow):
         return self.vocab_size if self.vocabulary is None else len(self.vocabulary.tokens_D)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Take note of the certain texts of new rows, as penalties need them, and of all rows' parameters."""
+        """Begin new texts in some rows, as penalties count their tokens, and take the parameters of all rows."""
         self.params = params
         self._warper.admit(params, rows, [texts[row] for row in rows])
 

@@ -145,7 +145,7 @@ def gains(value_RK: Tensor, chances_BW: Tensor, belief: Belief = FAIR) -> Tensor
     mass_RK = value_RK.cumsum(-1)
     accepted_RK = mass_RK + _shares(belief, value_RK.shape[1], value_RK.device) * (1 - mass_RK)
     more_RK = accepted_RK.diff(dim=1, prepend=accepted_RK.new_zeros(len(accepted_RK), 1))
-    # Falling, so that whoever takes the best takes the first ones of every node. What is not a number is left to the walk.
+    # Falling, so that the best candidates are the first children of their nodes. NaNs are left to the walk.
     more_RK = more_RK.nan_to_num(0.0).cummin(-1).values.clamp(min=0.0)
     return more_RK.view(*chances_BW.shape, -1) * chances_BW[..., None]
 

@@ -19,6 +19,7 @@ from polydraft.devices import can_sync, captures, cpu_features, wait_for
 from polydraft.draft.candidates import best_children, drawn_children, gains
 from polydraft.draft.speedup import Costs, cost_curve
 from polydraft.draft.trie import Limits, as_draft_tree, grow, trie_ladder
+from polydraft.errors import first_line
 from polydraft.models import Head, LanguageModel
 from polydraft.models.fingerprint import package_version
 from polydraft.models.heads.parallel_head import ParallelHead
@@ -190,7 +191,7 @@ def captured(work: Callable[[], Any]) -> Callable[[], Any]:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             work()
     except RuntimeError as error:
-        logger.info("costs are measured without CUDA graphs: %s", str(error).splitlines()[0])
+        logger.info("costs are measured without CUDA graphs: %s", first_line(error))
         return work
 
     def replay(_: Callable[[], Any] = work) -> None:  # holds what the graph reads

@@ -52,7 +52,7 @@ class DeviceGramSource(Source):
         """Nodes of a trie, and which cache proposed each of the last one's; behind them one that is none."""
 
     def make_room(self, *, places: int, depth: int, captured: bool) -> None:
-        """Take note of how many tokens a round may bring."""
+        """Record how many tokens a round may add."""
         self._room = depth + 1
 
     def row_parts(self) -> Iterable[ByRow]:
@@ -76,7 +76,7 @@ class DeviceGramSource(Source):
     def commit(self, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor) -> Tensor:
         """Write down what the round brought; report who proposed it."""
         self.texts.append(verdict.tokens_BD, keep_B)
-        # Nodes of a drawn tree come first, if there is one; who proposed them is not asked here.
+        # Nodes of a drawn tree come first, if there is one; their sources are not needed here.
         before = features_BNF.shape[1] - self.nodes
         return self.sources_BN.gather(1, (verdict.path_BD[:, 1:] - before).clamp(min=0))
 
@@ -185,7 +185,7 @@ class DeviceTrieBuilder(Builder):
         earlier_NN = self._earlier_RR[:nodes, :nodes]
         above_BNN = (before_BN[:, :, None] == marks_BN[:, None]) & earlier_NN
         listed_BN = above_BNN.any(-1) & (tokens_BN != NO_TOKEN)
-        # Nodes that are nobody's child have the root above them, too.
+        # Nodes without a parent hang below the root, too.
         parents_BN = above_BNN.to(torch.uint8).argmax(-1)
         rank_BN = ((parents_BN[:, :, None] == parents_BN[:, None]) & listed_BN[:, None] & earlier_NN).sum(-1)
         slot_BN = torch.where(listed_BN & (rank_BN < WIDTH), parents_BN * WIDTH + rank_BN, nodes * WIDTH)

@@ -8,6 +8,7 @@ References
 
 import dataclasses
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -254,20 +255,29 @@ class DynamicBuilder(DistributionBuilder):
         self.shape, self.num_nodes, self.depth = shape, shape.nodes, shape.depth
         self.policy, self._decision, self._draft_temperature = policy, decision, draft_temperature
         self.obstacle = DECISION_OBSTACLE if decision is not None else "the host looks at dynamic trees as they grow"
-        self._distributions = DraftDistributions(source, self._ranking(params), vocab_size)
+        self._distributions = DraftDistributions(source, self._draft_params(params), vocab_size)
         self._likeliest, self._drawn = Likeliest(shape, self._distributions, policy), Drawn(shape, self._distributions, policy)
-        self._draft_params(params)
+        self._note(params)
         self._grown: Grown | None = None
 
-    def _ranking(self, params: RowParams) -> RowParams:
+    def _draft_params(self, params: RowParams) -> RowParams:
         return ranking_params(params, self._draft_temperature, self.policy.belief.greedy_temperature)
 
-    def _draft_params(self, params: RowParams) -> RowParams:
-        """Choose too how candidates come about."""
+    def _note(self, params: RowParams) -> None:
+        """Choose how candidates come about."""
         drawn = not params.all_greedy and self._draft_temperature != 0
         self._candidates: Candidates = self._drawn if drawn else self._likeliest
         self._drawn.greedy_B = torch.tensor(params.greedy) if drawn and params.mixed else None
-        return self._ranking(params)
+
+    def use(self, params: RowParams) -> None:
+        """Take the parameters that the rows have from now on."""
+        self._note(params)
+        super().use(params)
+
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Begin new texts in some rows, and take the parameters of all rows."""
+        self._note(params)
+        super().begin(texts, rows, params)
 
     @property
     def scheme(self) -> Scheme:

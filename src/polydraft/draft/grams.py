@@ -39,9 +39,9 @@ GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
     "suffix": ("suffix",),
     "corpus": ("corpus",),
 }
-"""Drafters that need no draft model, with the caches they ask; `self-draft` also has riders (`RIDERS`)."""
+"""Drafters that need no draft model, with the caches they use; `self-draft` also has riders (`RIDERS`)."""
 _PLENTY = 4.0
-"""Tokens that a prediction must promise to be followed alone: a draft's passes, and what its candidates cost, are saved."""
+"""Tokens that a prediction must promise for the draft to be skipped in a round."""
 NOTHING_FOUND = "n-grams had nothing to propose that would pay"
 
 
@@ -145,7 +145,7 @@ class Riders(ByRow):
         return tree
 
     def commit(self, features_BNF: Tensor) -> Tensor | None:
-        """Look at what the target says after them; return a report for `grams`, or None."""
+        """Read the target's tokens after the riders; return a report for `grams`, or None."""
         return None
 
     def grams(self, report: Sequence[int], gram: int) -> Iterator[Sequence[int]]:
@@ -281,7 +281,7 @@ class TrieBuilder(Builder):
 
     @property
     def rest_reason(self) -> str:
-        """What the policy says of rows that rest; others have found nothing."""
+        """The policy's reason if rows rest; otherwise the caches found nothing."""
         policy = self.policy if any(self.source.resting) else None
         return NOTHING_FOUND if policy is None else policy.rest_reason
 
@@ -310,7 +310,7 @@ class TrieBuilder(Builder):
         return as_draft_tree(self._tries, size, self.depth, self._device)
 
     def _keep_what_pays(self, policy: RowPolicy) -> None:
-        """Cut the tries to as many candidates as pay, and take note of what they promise."""
+        """Cut the tries to as many candidates as pay, and tell the policy what they promise."""
         most = max(map(len, self._tries)) - 1
         counts = [0] * len(self._tries)
         if most:
@@ -329,7 +329,7 @@ class TrieBuilder(Builder):
             self.policy.learn(counts, [not idle for idle in self.source.idle])
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Take note of new rows."""
+        """Begin new texts in some rows."""
         super().begin(texts, rows, params)
         for row in rows:
             for memory in self.source.memories[row]:
@@ -337,7 +337,7 @@ class TrieBuilder(Builder):
         self.source.riders.admit(texts, rows, params)
 
     def use(self, params: RowParams) -> None:
-        """Pass the parameters on to the riders."""
+        """Pass new parameters on to the riders."""
         self.source.riders.use(params)
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:

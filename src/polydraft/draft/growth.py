@@ -37,7 +37,7 @@ class Grown:
     places_BN: Tensor
     """Place of each node that has children in the draft's passes; any for others."""
     slots_BN: Tensor | None = None
-    """The same among the nodes of its level, 0 for others; where somebody asks."""
+    """The same among the nodes of its level, 0 for others; only if needed."""
 
 
 class Growing:
@@ -161,7 +161,7 @@ def _ancestors(parent_BN: Tensor, levels: int) -> Tensor:
 
 
 def _children(parent_BN: Tensor, kept_BN: Tensor, branch: int) -> Tensor:
-    """List every node's children in their order; nodes that were left out are nobody's."""
+    """List every node's children in their order; nodes that were left out are listed nowhere."""
     rows, nodes = parent_BN.shape
     rank_BN = ((parent_BN[:, :, None] == parent_BN[:, None, :]) & kept_BN[:, None, :]).tril(-1).sum(-1)
     slot_BN = (parent_BN * branch + rank_BN).where(kept_BN, nodes * branch)

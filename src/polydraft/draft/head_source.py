@@ -1,4 +1,4 @@
-"""A feature head, which reads the target's hidden states, as a source of distributions."""
+"""Heads, which read the target's hidden states, as sources of distributions."""
 
 from collections.abc import Iterable, Sequence
 
@@ -9,6 +9,7 @@ from polydraft.devices import can_sync
 from polydraft.draft.policy import LONGEST_REST
 from polydraft.draft.source import DistributionSource
 from polydraft.models import Head
+from polydraft.models.heads.parallel_head import ParallelContext, ParallelHead
 from polydraft.models.language_model import Observer
 from polydraft.models.memory import NO_TEXT, common_prefix
 from polydraft.rows import ByRow
@@ -87,7 +88,7 @@ class HeadSource(DistributionSource):
         return () if name == "_texts" else 0
 
     def before_rows_change(self) -> None:
-        """Put what waits where its row is known."""
+        """Move waiting entries to their rows."""
         self._take_waiting()
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
@@ -135,7 +136,7 @@ class HeadSource(DistributionSource):
         self._context.rewind(held)
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
-        """Take the roots as they are."""
+        """Make the pending tokens the only fresh entries."""
         index_X, roots_X = brought(torch.tensor([list(rows), [texts[row][-1] for row in rows]]), self.device)
         self._tokens_BW[index_X, 0] = roots_X
         self._fresh_B.index_fill_(0, index_X, 1)  # an assignment of a number would wait for the device
@@ -143,7 +144,7 @@ class HeadSource(DistributionSource):
         self._lone_B = brought(torch.tensor(lone), self.device) if any(lone) else None
 
     def root(self, tail_B2: Tensor) -> Tensor:
-        """Make the fresh entries certain; the last of them is the root's."""
+        """Read and commit the fresh entries; the last of them is the root's."""
         self._take_waiting()
         self._skips = 0
         root_B1H = self._read_fresh()
@@ -201,7 +202,7 @@ class HeadSource(DistributionSource):
     def _accepted(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tokens that a round brought, and the target's features before each."""
         tokens_BW, path_BW = verdict.tokens_BD, verdict.path_BD
-        if not self._captured and can_sync(keep_B):  # entries that nobody keeps need not be read
+        if not self._captured and can_sync(keep_B):  # entries that no row keeps need not be read
             fresh = max(int(keep_B.max()), 1)
             tokens_BW, path_BW = tokens_BW[:, :fresh], path_BW[:, :fresh]
         return tokens_BW, features_BNF.gather(1, path_BW[..., None].expand(-1, -1, features_BNF.shape[-1]))
@@ -230,7 +231,7 @@ class HeadSource(DistributionSource):
         self._waiting = []
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
-        """Take note of the new texts."""
+        """Record the new texts."""
         if not self._skipped:
             self._context.settle(
                 [
@@ -249,3 +250,40 @@ class HeadSource(DistributionSource):
         self._context.rewind(held)
         assign(self._fresh_B, fresh)
         self._texts = list(texts)
+
+
+class ParallelSource(HeadSource):
+    """A parallel head's memory of one batch: the pass at the root gives the distributions of all levels.
+
+    The distribution of a level is one token's, given the text alone: all nodes of the level draw from it, whatever lies above
+    them. So it is what children are drawn from, as every verifier assumes.
+    """
+
+    _head: ParallelHead
+    _context: ParallelContext
+
+    def __init__(self, head: ParallelHead, batch_size: int) -> None:
+        super().__init__(head, batch_size)
+        self._outputs_BDH = self._logits_BDV = torch.empty(0)
+        """Outputs and logits of all levels; within a round."""
+        self._level = 0
+
+    def make_room(self, *, places: int, depth: int, captured: bool) -> None:
+        """Make room for the one pass instead of one per level."""
+        super().make_room(places=self._head.shape.depths + 1, depth=depth, captured=captured)
+
+    def _read_fresh(self) -> Tensor:
+        """Read the fresh entries and the levels below; all logits come from one product with the output table."""
+        self._outputs_BDH = self._context.draft(self._tokens_BW, self._fused_fresh(), self._fresh_B)
+        self._logits_BDV, self._level = self._head.head(self._outputs_BDH), 0
+        self._context.advance((self._fresh_B - 1).clamp(min=0))
+        return self._outputs_BDH[:, :1]
+
+    def expand(self, tokens_BW: Tensor, parents: Tensor, block: Block) -> Tensor:
+        """Return the next level's output, for each of its nodes."""
+        self._level += 1
+        return self._outputs_BDH[:, self._level : self._level + 1].expand(-1, tokens_BW.shape[1], -1)
+
+    def logits(self, features_BWF: Tensor) -> Tensor:
+        """Return the logits of the level at hand, for each of its nodes."""
+        return self._logits_BDV[:, self._level : self._level + 1].expand(-1, features_BWF.shape[1], -1)

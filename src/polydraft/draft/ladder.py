@@ -69,7 +69,7 @@ class Timings:
         self._rounds: dict[Hashable, int] = {}
 
     def note(self, situation: Hashable, place: int, seconds: float) -> None:
-        """Take note of one round."""
+        """Record the time of one round."""
         known = self._found.get((situation, place))
         if known is None:
             self._found[situation, place] = _Timed(seconds)
@@ -135,7 +135,7 @@ class Ladder:
         self.place = self.best(rows, (rows, scheme))
 
     def pause(self) -> None:
-        """Take note that the next round does not follow the last one at once."""
+        """Say that the next round does not follow immediately: the time between is not measured."""
         self._before = None
 
     def settle(self, place: int, rows: int, accepted: Sequence[int], scheme: str = "") -> None:
@@ -163,7 +163,7 @@ class Ladder:
         self.place = self.best(rows, situation)
 
     def _learn(self, place: int, accepted: float) -> None:
-        """Take note of how many drafted tokens a round accepted, per row; without drafts, forget a little of what was."""
+        """Learn how many drafted tokens a round accepted, per row; a round without drafts fades earlier experience."""
         fair = self.rungs[place].fair
         if fair == 0:
             self._accepted += (self._expected - self._accepted) / _DOUBT

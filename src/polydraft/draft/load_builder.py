@@ -7,7 +7,7 @@ from torch import Tensor
 
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.static_builder import StaticBuilder
-from polydraft.draft.static_plan import LevelPlan, Plan, plan_passes
+from polydraft.draft.static_plan import LevelPlan, TreePlan, plan_passes
 from polydraft.draft.tree_choice import TreeChoice
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.transfers import assign
@@ -54,7 +54,7 @@ class LoadBuilder(StaticBuilder):
         return self._choice.trees[self._choice.place]
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TreePlan:
         """Its passes."""
         return self._plans[self._choice.place]
 
@@ -114,7 +114,7 @@ class LoadBuilder(StaticBuilder):
         self._choice.ladder.fit(len(params), self.scheme.name)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Take note that the next round does not follow the last one at once."""
+        """Begin new texts; the time until the next round is not measured."""
         super().begin(texts, rows, params)
         self._choice.ladder.pause()
 

@@ -20,7 +20,7 @@ class ModelSource(DistributionSource):
 
     The memory stays two tokens behind the text: the deepest accepted token never went through the draft, so each round
     starts with the last two. One token more in one pass, and no special case after full acceptance. In a text of one token
-    the place before the root stays empty: nobody sees it, and it is not kept. Rounds without drafts are read later, when
+    the place before the root stays empty: it is masked, and not kept. Rounds without drafts are read later, when
     drafts are wanted again.
     """
 
@@ -109,7 +109,7 @@ class ModelSource(DistributionSource):
         self._skipped = True
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
-        """Take note of the new texts; what a round without drafts added is read later."""
+        """Record the new texts; what a round without drafts added is read later."""
         if self._skipped:
             self._behind = True
             self._note(texts)

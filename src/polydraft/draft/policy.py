@@ -91,7 +91,7 @@ probabilities at temperature 0.1 are .966 and .977 on average; `unlisted` .948 a
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoundPlan:
     """What a round has laid out for one row."""
 
     expected: float
@@ -216,7 +216,7 @@ class Pace:
         costs = (rate * (prices[min(nodes + number, len(prices) - 1)] - prices[nodes]) for number in range(1, len(gains) + 1))
         return [(worth * value, cost) for value, cost in zip(accumulate(gains), costs, strict=True)]
 
-    def learn(self, plan: Plan, accepted: int) -> None:
+    def learn(self, plan: RoundPlan, accepted: int) -> None:
         """Compare a round with its plan; a row that rested counts down."""
         if plan.levels == 0:
             self.rest = max(self.rest - 1, 0)
@@ -271,7 +271,7 @@ class RowPolicy(ByRow):
         self._costs, self._most, self.belief = costs, nodes - 1, belief
         self._loads: dict[int, Load] = {}
         self.paces = [self.new_row("paces") for _ in range(rows)]
-        self._plans: list[Plan] | None = None
+        self._plans: list[RoundPlan] | None = None
 
     def _load(self, rows: int) -> Load:
         if rows not in self._loads:
@@ -383,12 +383,12 @@ class RowPolicy(ByRow):
         return Allotment(torch.tensor(counts), torch.tensor(promises, dtype=torch.float64))
 
     def plan(self, expected: Sequence[float], nodes: Sequence[int], levels: Sequence[int]) -> None:
-        """Take note of what a round has laid out, row by row; without it the round drafts nothing."""
-        self._plans = [Plan(*one) for one in zip(expected, nodes, levels, strict=True)]
+        """Record what a round plans, row by row; a round without a plan drafts nothing."""
+        self._plans = [RoundPlan(*one) for one in zip(expected, nodes, levels, strict=True)]
 
     def learn(self, accepted: Sequence[int], active: Sequence[bool]) -> None:
         """Compare the round with its plan."""
-        plans, self._plans = self._plans or [Plan(0.0, 0, 0)] * len(self.paces), None
+        plans, self._plans = self._plans or [RoundPlan(0.0, 0, 0)] * len(self.paces), None
         for pace, plan, count, works in zip(self.paces, plans, accepted, active, strict=True):
             pace.works = works
             if works:

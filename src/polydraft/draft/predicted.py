@@ -1,4 +1,4 @@
-"""Predicted outputs beside whatever drafts otherwise: for texts whose requests say what they expect them to be.
+"""Predicted outputs beside any other drafter, for requests that say what text they expect.
 
 Guarantee: candidates depend on the past and on the request only, so they are verified as n-grams are, among which they are.
 """
@@ -15,11 +15,11 @@ from polydraft.errors import UsageError
 from polydraft.ngrams.prediction import PREDICTION, PredictionCache
 
 _LENGTH = 64
-"""Most candidates of a round: a prediction that holds goes on for long. How many of them pay is decided round by round."""
+"""Most candidates of a round: a correct prediction continues for long. Each round decides how many of them pay."""
 PLACES = _LENGTH
 """Further places in the target's memory that a round needs."""
 _BELIEF = dataclasses.replace(FAIR, typical=((9, 1, 7.0), (17, 1, 12.0), (33, 1, 20.0)), most_rate=2.0)
-"""A prediction is right for most of the text, or nobody would have made it."""
+"""Callers predict what they expect: a prediction is mostly right."""
 
 
 def with_prediction(drafter: Drafter, costs: Costs | None = None) -> Drafter:
@@ -28,14 +28,14 @@ def with_prediction(drafter: Drafter, costs: Costs | None = None) -> Drafter:
     Parameters
     ----------
     drafter : Drafter
-        Draws a tree, asks n-grams, does both, or nothing.
+        A tree drafter, n-grams, both, or none.
     costs : Costs, optional
         What passes cost on a CPU; measured when first needed, if not given.
 
     Raises
     ------
     UsageError
-        If it verifies in a way of its own.
+        If the drafter has its own way to verify.
     """
     grams: GramTree | None = None
     match drafter:

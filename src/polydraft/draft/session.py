@@ -140,7 +140,7 @@ class DraftSession(ByRow):
             builder.rehearse(number)
 
     def made_up(self, dtype: torch.dtype) -> DraftTree | None:
-        """Return a tree of no meaning; see `Builder.made_up`."""
+        """Return a made-up tree for compilation; see `Builder.made_up`."""
         return None if self._drawn is None or self._certain is not None else self._drawn.made_up(dtype)
 
     def resolve_walk(self, wish: str) -> Walk:
@@ -160,7 +160,7 @@ class DraftSession(ByRow):
 
     @property
     def rest_reason(self) -> str | None:
-        """Why a row had no candidates in the last round, if it had none; None where nobody drafts."""
+        """Why a row had no candidates in the last round, if it had none; None for plain decoding."""
         return " and ".join(dict.fromkeys(builder.rest_reason for builder in self._builders)) or self._rests
 
     def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
@@ -321,7 +321,7 @@ class DraftSession(ByRow):
         return 0 if self._drawn is None else len(tokens)
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
-        """Take note on the host of the texts after the round and of what the round added."""
+        """Record on the host the texts after the round, and the tokens that it added."""
         if self._certain is not None:
             self._certain.source.settle(texts, emitted)
             self._certain.advance(emitted)

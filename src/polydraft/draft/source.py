@@ -43,11 +43,11 @@ class Source(ByRow):
 
     @property
     def observer(self) -> Observer | None:
-        """Who wants to see the target's features of new texts, while it reads them."""
+        """Callback that sees the target's features while it reads new texts."""
         return None
 
     def borrow(self, context: Context) -> None:
-        """Take note of the target's own memory, which a copy of the target works in."""
+        """Use the target's own memory: a copy of the target works in it."""
 
     def make_room(self, *, places: int, depth: int, captured: bool) -> None:
         """Get ready for rounds of up to `places` uncommitted tokens and accepted paths of up to `depth`.
@@ -56,14 +56,14 @@ class Source(ByRow):
         """
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
-        """Say how many tokens of each text, read before, need no second look; None for all of them.
+        """Return how many tokens of each text the target need not read again; None for all that it has read.
 
         Only `rows` begin new texts; the others go on with what they have.
         """
         return None
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Drop what is known of earlier texts of these rows: those to come are somebody else's."""
+        """Forget earlier texts of these rows: the next texts belong to other requests."""
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
         """Get ready to continue `texts`, whose last token is pending, up to `longest` tokens; only `rows` are new."""
@@ -95,7 +95,7 @@ class Source(ByRow):
         raise NotImplementedError
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
-        """Take note on the host of the texts after the round and of what the round added."""
+        """Record on the host the texts after the round, and the tokens that it added."""
 
     def catch_up(self, texts: Sequence[Sequence[int]]) -> None:
         """Read the end of the texts, which the last round accepted from another source."""

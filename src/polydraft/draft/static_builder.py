@@ -8,7 +8,7 @@ from torch import Tensor
 
 from polydraft.draft.builder import DistributionBuilder, DraftDistributions
 from polydraft.draft.source import DistributionSource
-from polydraft.draft.static_plan import WIDEST_SCHEME, GroupPlan, LevelPlan, Plan, plan_passes
+from polydraft.draft.static_plan import WIDEST_SCHEME, GroupPlan, LevelPlan, TreePlan, plan_passes
 from polydraft.operations import operation
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, RowParams
 from polydraft.sampling.warper import RANKED_NATS
@@ -145,7 +145,7 @@ class StaticBuilder(DistributionBuilder):
         return self.topology
 
     @property
-    def plan(self) -> Plan:
+    def plan(self) -> TreePlan:
         """The next round's passes."""
         return self._whole_plan
 

@@ -68,7 +68,7 @@ class LevelPlan:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class TreePlan:
     """All passes of a tree."""
 
     levels: tuple[LevelPlan, ...]
@@ -76,7 +76,7 @@ class Plan:
 
 
 @lru_cache(maxsize=64)
-def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
+def plan_passes(topology: Topology, device: torch.device, lead: int) -> TreePlan:
     """Lay out the draft's passes: `lead` places before the root, then node n has place `lead + n`."""
     tables = topology.tables(torch.device("cpu"))
     mask = SlicedMask.of(topology, device, lead)
@@ -120,7 +120,7 @@ def plan_passes(topology: Topology, device: torch.device, lead: int) -> Plan:
             )
         )
         above = first
-    return Plan(tuple(levels), distribution_rows_N.to(device))
+    return TreePlan(tuple(levels), distribution_rows_N.to(device))
 
 
 def _places(numbers: Sequence[int], device: torch.device) -> Tensor | slice:

@@ -1,4 +1,4 @@
-"""Who drafts by which name: trees drawn from a model or a feature head, static or dynamic, alone or beside n-grams."""
+"""Drafters by name: trees drawn from a model or a feature head, static or dynamic, alone or beside n-grams."""
 
 import dataclasses
 from typing import TypedDict
@@ -13,11 +13,10 @@ from polydraft.draft.drafter import DRAFTERS, Drafter, Parts
 from polydraft.draft.dynamic_builder import DynamicBuilder
 from polydraft.draft.fixed_builder import FixedBuilder
 from polydraft.draft.grams import GRAM_DRAFTERS, GramTree, gram_tree
-from polydraft.draft.head_source import HeadSource
+from polydraft.draft.head_source import HeadSource, ParallelSource
 from polydraft.draft.ladder import Timings
 from polydraft.draft.load_builder import LoadBuilder
 from polydraft.draft.model_source import ModelSource
-from polydraft.draft.parallel_source import ParallelSource
 from polydraft.draft.policy import CLOSE, FAIR, Belief, RowPolicy
 from polydraft.draft.session import DraftSession
 from polydraft.draft.source import DistributionSource
@@ -67,9 +66,8 @@ class TreeDrafter(Drafter):
         pay that would be slow to draw from. On a GPU a dynamic one is replaced by the best static one of as many nodes and
         levels where no kernels grow it.
     pauses : bool
-        Nobody asked for this tree: it ends where the draft gives no more levels. And on a CPU, let rows of static trees rest
-        while drafting does not pay, as those of dynamic ones do, and decode plainly where a draft that is no better than most
-        could not pay at all.
+        The tree is a default, not a request: cut it to the levels that the draft gives. On a CPU, let rows of static trees
+        rest while drafting does not pay, as rows of dynamic trees do, and decode plainly if an average draft could not pay.
     """
 
     def __init__(
@@ -117,7 +115,7 @@ class TreeDrafter(Drafter):
         return CLOSE if isinstance(self.model, Int8Copy) else FAIR
 
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
-        """Go to work on a batch; not where nobody asked for this tree, and a draft such as this could not pay."""
+        """Open a session for a batch; it decodes plainly if the tree is a default and such a draft could not pay."""
         builder = self.builder(params, target)
         if self.pauses and builder.policy is not None and builder.policy.adaptive and builder.policy.hopeless:
             return DraftSession(self.name, rests=builder.policy.rest_reason)

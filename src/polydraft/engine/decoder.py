@@ -379,7 +379,7 @@ class Decoder:
         return self._grammars.processors(wanted, [len(text) for text in texts])
 
     def _lend(self, drafter: Drafter, params: RowParams, keep: bool) -> Workspace:
-        """Return memories for a batch that nobody else is given until they are put back: kept or spare ones, else new ones."""
+        """Return a workspace for a batch, for its use alone until it is put back: a kept or spare one, else a new one."""
         with self._lending:
             if keep and self._kept is not None and _fits(self._kept, drafter, params):
                 return self._kept[1]

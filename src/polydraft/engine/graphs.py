@@ -18,6 +18,7 @@ from polydraft.engine.outcome import Outcome, RowOutcome
 from polydraft.engine.round import State, run_round
 from polydraft.engine.stats import Stats
 from polydraft.engine.warm_up import compiling_ahead
+from polydraft.errors import first_line
 from polydraft.models import Context
 from polydraft.trees import DraftTree
 from polydraft.verify import Walk
@@ -111,7 +112,7 @@ class GraphCache:
             self.obstacle = "too little GPU memory to capture a round; use a smaller batch, a smaller tree or a shorter context"
         except RuntimeError as error:
             self._pool = None  # it may still think that it captures
-            self.obstacle = f"capturing a round failed: {str(error).splitlines()[0]}"
+            self.obstacle = f"capturing a round failed: {first_line(error)}"
         else:
             return Capture(graph, static, output)
         _LOGGER.warning("rounds run without CUDA graphs: %s", self.obstacle)

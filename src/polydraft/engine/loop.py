@@ -14,7 +14,7 @@ from polydraft.engine.logprobs import token_logprobs
 from polydraft.engine.outcome import RowOutcome
 from polydraft.engine.sequence import Emitted, StopReason, TokenSequence
 from polydraft.engine.slots import Slots
-from polydraft.engine.stats import TARGET, Pace, Stats
+from polydraft.engine.stats import TARGET, ReadingPace, Stats
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import FailureError, PolydraftError
 from polydraft.sampling import IDLE, SamplingParams
@@ -50,7 +50,7 @@ class Engine:
         Let a sequence into the slot whose last text it begins with, if one is free, and read only the rest of its prompt.
         Drafters that learn from texts do so from its own alone, whatever stood there before.
     chunk : int, optional
-        Most prompt tokens that a step reads, so that long prompts keep nobody waiting; all if not given.
+        Most prompt tokens that a step reads, so that long prompts do not delay other texts; all if not given.
     stall : float, optional
         Seconds that a step may spend on prompts while texts at work wait, but at least as long as a round takes. Steps then
         read fewer tokens, by measured speed. Not for processes that share a model, whose steps must be alike.
@@ -77,13 +77,13 @@ class Engine:
         self.slots = Slots(workspace, elastic=elastic, reuse=reuse)
         self.waiting: deque[TokenSequence] = deque(sequences)
         self.stats = Stats()
-        self._reuse, self._pace, self._isolate = reuse, Pace(chunk, stall), isolate
+        self._reuse, self._pace, self._isolate = reuse, ReadingPace(chunk, stall), isolate
         self._spoilt: list[int] = []
         """Slots whose sequences have failed, and which may hold NaNs."""
         self._started = time.perf_counter()
         self._wish = walk
         self.walk: Walk | None = None
-        """Who verifies, once somebody was admitted."""
+        """Verifies the trees; set once a sequence is admitted."""
         self.workspace, self.session = workspace, workspace.session
         self._launched: list[Launched] = []
         """Rounds whose outcomes are not known yet: between steps the one ahead, if there is one."""
@@ -240,7 +240,7 @@ class Engine:
         return self.session.resolve_walk(self._wish)
 
     def _launch(self) -> Launched:
-        assert self.walk is not None, "somebody was admitted"
+        assert self.walk is not None, "a sequence was admitted"
         self._share()
         with self.stats.clock("draft"):
             count = self.workspace.num_uniforms(self.walk)
@@ -312,7 +312,7 @@ class Engine:
     def _release(self) -> None:
         """Let ended sequences go; after the round ahead, if there is one whose tokens others still need."""
         with self.workspace.ownership.settled_by(self) as own:
-            if not own or self.workspace.state is None:  # nobody was let in yet
+            if not own or self.workspace.state is None:  # no sequence was admitted yet
                 return
             if not any(self.slots.running()):
                 self._launched.clear()  # rounds launched ahead of finished rows are discarded

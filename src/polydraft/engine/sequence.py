@@ -91,7 +91,7 @@ def is_steady(params: SamplingParams, *, seeded: bool, follows_load: bool) -> bo
     ----------
     params : SamplingParams
     seeded : bool
-        Whether somebody asked for a seed.
+        Whether the caller set a seed.
     follows_load : bool
         Whether trees may follow the load at all.
     """
@@ -175,7 +175,7 @@ class TokenSequence:
         return end if self.max_positions is None else min(end, self.max_positions)
 
     def is_over(self, text: Sequence[int]) -> bool:
-        """Whether this text, which goes on from what is certain, has come to an end: what follows is of no account."""
+        """Whether this text, a continuation of the certain one, has ended, so that what follows does not matter."""
         if self.done or len(text) >= self.end:
             return True
         further = text[len(self.tokens) :]

@@ -88,7 +88,7 @@ class Slots:
         return slot, known
 
     def vacate(self, slot: int) -> None:
-        """Empty a slot, so that whoever comes next shares nothing with it."""
+        """Empty a slot, so that the next text reuses nothing of it."""
         self.sequences[slot] = None
 
     def fit(self, waiting: Collection[TokenSequence]) -> tuple[range, bool]:

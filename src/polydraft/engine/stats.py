@@ -30,7 +30,7 @@ class Speculation:
     resting_rounds: int = 0
     """Those of them in which nothing was drafted for it."""
     rested_because: str | None = None
-    """Why, in the last of these; None where nobody drafts."""
+    """Why, in the last of these; None for plain decoding."""
     drafted_tokens: int = 0
     """Candidates of all its trees."""
     outcomes: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
@@ -95,7 +95,7 @@ class Stats:
     candidates: int = 0
     """Candidates of all trees."""
     resting_passes: int = 0
-    """Passes without candidates, where somebody could have drafted some."""
+    """Passes without candidates, although there is a drafter."""
     rested_because: str | None = None
     """Why, in the last of these."""
     path_tokens: int = 0
@@ -143,7 +143,7 @@ class Stats:
         return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def saw_candidates(self, count: int, why_none: str | None) -> None:
-        """Add the candidates of one row's round, or why there were none; None where nobody drafts."""
+        """Add the candidates of one row's round, or why there were none; None for plain decoding."""
         self.candidates += count
         if count == 0 and why_none is not None:
             self.resting_passes += 1
@@ -234,7 +234,7 @@ class Stats:
         }
 
 
-class Pace:
+class ReadingPace:
     """How many tokens of prompts to read before the next round, by how long it took to read others.
 
     Parameters
@@ -242,7 +242,7 @@ class Pace:
     most : int, optional
         Never more than these.
     stall : float, optional
-        Seconds that reading may take where somebody waits, or as long as a round if that is more; any if not given. A pass
+        Seconds that reading may take while other texts wait, or as long as a round if that is more; any if not given. A pass
         over few tokens may take as long as a round: by less than that, prompts would hardly get on.
     """
 
@@ -261,11 +261,11 @@ class Pace:
         return min(max(int(max(self._stall, self._round) / self._each), _LEAST_READ), self._most)
 
     def read(self, tokens: int) -> None:
-        """Take note of tokens that are read."""
+        """Count tokens that are read."""
         self._tokens += tokens
 
     def timed(self, total: float, step: float) -> None:
-        """Take note of the seconds that all tokens took so far, and of those of the last step, reading included."""
+        """Learn from the seconds that all prompts took so far, and those of the last step, reading included."""
         seconds, self._before = total - self._before, total
         self._round = (self._round + max(step - seconds, 0.0)) / 2
         if self._tokens and seconds > 0:

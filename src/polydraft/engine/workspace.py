@@ -15,7 +15,7 @@ from polydraft.engine.graphs import GraphCache, Launcher
 from polydraft.engine.logprobs import PromptReader
 from polydraft.engine.round import State
 from polydraft.engine.sequence import TokenSequence
-from polydraft.errors import FailureError, UsageError
+from polydraft.errors import FailureError, UsageError, first_line
 from polydraft.models import Context, LanguageModel, Memory
 from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.rows import ByRow
@@ -106,7 +106,7 @@ class Workspace:
     ) -> None:
         captured = graphs and captures(target.device)
         self.target, self.params, self.asked = target, params, params
-        """What rows at work ask for, and what all of them were made for."""
+        """Parameters of the rows at work, and those that the workspace was made for."""
         self._mark = target.mark()
         self.session = drafter.start(params, target)
         self.memory = Memory(target, len(params), behind=1, places=self.session.target_places)
@@ -258,14 +258,14 @@ class Workspace:
         return _WORTH_A_CAPTURE
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
-        """Take note on the host of the texts after a round, and of what it added."""
+        """Record on the host the texts after a round, and the tokens that it added."""
         self.begun.warper.advance(emitted)
         self.memory.settle(texts)
         self.session.settle(texts, emitted)
 
     @torch.inference_mode()
     def adopt(self, memory: list[Context]) -> None:
-        """Take over what fits of contexts that nobody needs any more, before the first text; take it off the list."""
+        """Take over discarded contexts that fit, before the first text, and remove them from the list."""
         for own in self.contexts:
             if (found := next((one for one in memory if own.adopt(one)), None)) is not None:
                 memory.remove(found)
@@ -321,4 +321,4 @@ def device_failure(error: RuntimeError) -> FailureError:
     """Say in one line what a GPU's error means."""
     if isinstance(error, torch.OutOfMemoryError):
         return FailureError("out of GPU memory; use a smaller batch, fewer new tokens, a smaller tree, or another dtype")
-    return FailureError(f"the GPU failed: {str(error).splitlines()[0]}; try again, or use --device cpu")
+    return FailureError(f"the GPU failed: {first_line(error)}; try again, or use --device cpu")

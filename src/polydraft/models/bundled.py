@@ -6,7 +6,7 @@ from pathlib import Path
 from polydraft.errors import UsageError
 
 BUNDLED = "smollm2"
-"""Name under which the bundled target is asked for."""
+"""Name of the bundled target."""
 
 SHIPPED_DRAFTS = {"smollm2-head": Path(__file__).parent.parent / "drafts" / "smollm2-head"}
 """Drafts that come with this package, by name."""

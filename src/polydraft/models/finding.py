@@ -20,9 +20,9 @@ from polydraft.models.inflated import is_inflated
 
 
 def hub_options(name: str) -> dict[str, Any]:
-    """Return how `from_pretrained` shall look for a model: where the hub's address is unknown, among what is on disk only.
+    """Return options of `from_pretrained`: local files only, if the hub's address cannot be resolved.
 
-    The hub's client would try again and again, for half a minute, before it says that a name cannot be had.
+    The hub's client would otherwise retry for half a minute before it gives up.
     """
     from huggingface_hub import constants, is_offline_mode
 
@@ -38,7 +38,7 @@ def hub_options(name: str) -> dict[str, Any]:
 
 
 def target_sizes(target: str) -> TargetSizes | None:
-    """Return what the config of a target says, by name; None where it cannot be read."""
+    """Return the sizes in the config of a target, by name; None if it cannot be read."""
     from transformers import AutoConfig
 
     source = bundled_source() if target == BUNDLED else gguf_source(target)
@@ -99,14 +99,14 @@ def head_on_hub(name: str) -> Path | None:
         if kind_of(config.parent) is None:
             return None
         return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors"], **options))
-    except (OSError, ValueError):  # whoever loads it as a model says what is wrong
+    except (OSError, ValueError):  # loading it as a model reports what is wrong
         return None
 
 
 def check_draft_name(name: str, target: str) -> None:
     """Refuse a head whose files are not whole, or that is for other targets, before the target is loaded.
 
-    Nothing is said of a target whose config cannot be read: whoever loads it says what is wrong.
+    A target whose config cannot be read passes: loading it reports what is wrong.
     """
     if name in SHIPPED_DRAFTS or is_inflated(target):
         return

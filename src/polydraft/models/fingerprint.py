@@ -1,4 +1,4 @@
-"""Marks of what figures were computed from: the files of a model, or anything that JSON can hold."""
+"""Fingerprints of what figures were computed from: the files of a model, or any JSON value."""
 
 import hashlib
 import json
@@ -12,7 +12,7 @@ from polydraft.models.bundled import BUNDLED, SHIPPED_DRAFTS, bundled_source
 
 
 def digest_of(value: Any) -> str:
-    """Return a short mark of anything that JSON can hold."""
+    """Return a short hash of any JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
@@ -25,10 +25,10 @@ def package_version() -> str:
 
 
 def model_fingerprint(name: str) -> str | None:
-    """Return a mark of the files of a model, without loading it, or None where they are not on this machine.
+    """Return a hash of the files of a model, without loading it, or None if they are not on this machine.
 
-    A model that was trained or downloaded again has files of another size or time. Drafts made of the target itself have no
-    files: their name says all.
+    A model that was trained or downloaded again has files of another size or time. Drafts made from the target itself have no
+    files: their names identify them.
     """
     if name.startswith("early-exit") or name == "int8":
         return name

@@ -10,18 +10,18 @@ Replacement = tuple[nn.Module, Callable[..., Any]]
 
 
 class ReplacedForwards:
-    """Modules whose `forward` is replaced now: while any thread is inside a pass, since threads may share a model."""
+    """Modules whose `forward` is replaced while any thread is inside a pass: threads may share a model."""
 
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0
         self._taken: dict[int, Replacement] = {}
 
     def enter(self, replacements: Sequence[Replacement]) -> None:
-        """Replace the forwards of modules on which nobody else has done so."""
+        """Replace the forwards of modules, except those that are replaced already."""
         with self._lock:
             self._inside += 1
             for module, forward in replacements:
-                if "forward" not in module.__dict__:  # or somebody else has replaced it
+                if "forward" not in module.__dict__:  # replaced already
                     module.__dict__["forward"] = forward
                     self._taken[id(module)] = (module, forward)
 

@@ -57,7 +57,7 @@ class GenerationDefaults:
         self._model, self._eos = model, tuple(eos_token_ids)
         said = model.generation_config.to_dict()
         self.sampled = bool(said.get("do_sample"))
-        """Whether texts are drawn where nobody says otherwise."""
+        """Whether texts are sampled by default."""
         self.followed = {name: said[name] for name, off in _FOLLOWED.items() if said.get(name) not in (None, *off)}
         """What is followed, by field."""
         self.left_out = {name: said[name] for name, off in _LEFT_OUT.items() if said.get(name) not in (None, *off)}
@@ -77,7 +77,7 @@ class GenerationDefaults:
         return ", ".join(parts)
 
     def fill(self, params: SamplingParams, prompt_length: int, *, draws: bool = True) -> SamplingParams:
-        """Return the parameters with the model's own in place of those that nobody asked for.
+        """Return the parameters, with the model's own where the caller set none.
 
         Parameters
         ----------

@@ -1,4 +1,4 @@
-"""Models that a caller has loaded: what is checked before they are used. Nothing is changed about them."""
+"""Models that a caller has loaded: checks before they are used. The models are not changed."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ def given_model(model: Any, role: str) -> Any:
 
 
 def given_draft(draft: Any) -> LanguageModel | Head:
-    """Return a draft that a caller has given as a `LanguageModel`; those of ours are returned as they are."""
+    """Wrap a draft that a caller has loaded; our own kinds are returned as they are."""
     if isinstance(draft, LanguageModel | Head):
         return draft
     return HFModel(given_model(draft, "draft"), endless=True, invariant=False)

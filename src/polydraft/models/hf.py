@@ -42,7 +42,7 @@ class HFModel(LanguageModel):
 
     Tree attention needs nothing from the model but what every current one takes: a 4-D mask, position ids and a cache
     object. The constructor checks that, by computing, for model types that the test suite does not cover, for weights that
-    somebody else has quantised, and for models with adapters.
+    another package has quantised, and for models with adapters.
 
     Parameters
     ----------
@@ -109,7 +109,7 @@ class HFModel(LanguageModel):
         self._weights = Weights(model)  # the passes chosen may have laid them out anew
 
     def _describe(self, model: Any, name: str | None) -> None:
-        """Take note of what the model is: sizes, limits, habits."""
+        """Find out what the model is like: sizes, limits, habits."""
         self.hf_model = model.eval()
         self.config = config = text_config(model)
         self.name = name or config.name_or_path or config.model_type
@@ -119,7 +119,7 @@ class HFModel(LanguageModel):
         self.int8 = is_quantised(model)
         """Whether the weights are in int8; `dtype` is that of all else."""
         self.quantised_by = quantised_by(model)
-        """Whose quantisation, not ours, the weights came with; they are multiplied by its own code."""
+        """The package other than ours that quantised the weights, and whose code multiplies by them."""
         table = model.get_output_embeddings()
         # Quantised ones have weights of other shapes.
         self.vocab_size = int(getattr(table, "out_features", None) or table.weight.shape[0])

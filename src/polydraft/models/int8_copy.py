@@ -21,7 +21,7 @@ NAME = "int8"
 class Int8Copy(HFModel):
     """An int8 copy of a target; embeddings, norms and biases are the target's own.
 
-    It stays what it was made of. If the target's owner then changes weights, puts an adapter on or switches one, the copy
+    The copy never follows later changes. If the target's owner changes weights, puts an adapter on or switches one, the copy
     drafts as the target was before: fewer candidates are accepted, and texts are those of the target as it is now.
 
     Parameters

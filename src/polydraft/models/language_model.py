@@ -21,7 +21,7 @@ from polydraft.trees import Block, causal_block
 PREFILL_CHUNK = 512
 _SMALLEST_SPAN = 512
 Observer = Callable[[slice, Sequence[int], Sequence[int], Tensor], None]
-"""`(rows, starts, counts, features_BTF)`, of those rows alone: who wants to see features of texts while they are read."""
+"""`(rows, starts, counts, features_BTF)`, of those rows alone: called with the features of texts while they are read."""
 
 
 def round_up(slots: int) -> int:
@@ -106,8 +106,8 @@ class Rows(ByRow):
 class Context(Rows, ABC):
     """The memory of one batch of texts: what is committed, and behind it places for uncommitted tokens.
 
-    Uncommitted place u of a block is slot `lengths[row] + u`. Slots past that hold leftovers that nobody attends to. Subclasses
-    say what a token leaves behind in the storage (keys and values; the tokens themselves) and compute the pass.
+    Uncommitted place u of a block is slot `lengths[row] + u`. Slots past that hold leftovers that are never attended to.
+    Subclasses define what a token stores (keys and values; the tokens themselves) and compute the pass.
 
     Parameters
     ----------
@@ -155,7 +155,7 @@ class Context(Rows, ABC):
         return used
 
     def place(self, tokens_BT: Tensor, block: Block) -> Placed:
-        """Return where the tokens of a block go, and take note of their positions."""
+        """Return where the tokens of a block go, and record their positions."""
         limits = {"max_positions": self.max_positions, "num_tokens": self.num_tokens, "window": self.window}
         return place(tokens_BT, block, self.lengths_B, self.positions_BS, **limits)
 
@@ -285,7 +285,7 @@ class Context(Rows, ABC):
         self.cache.grow(capacity)
 
     def adopt(self, other: "Context") -> bool:
-        """Take over the storage of a context that nobody needs any more, before there is any; return whether it fits.
+        """Take over the storage of a discarded context, before allocating any; return whether it fits.
 
         What it holds is forgotten, but stays there: `cache.wipe` where that may be NaNs.
         """

@@ -234,7 +234,7 @@ def _is_larger_than_its_files(folder: str) -> bool:
         config = AutoConfig.from_pretrained(folder)
         with torch.device("meta"):
             asked: int = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
-    except Exception:  # whoever loads it says what is wrong
+    except Exception:  # loading it reports what is wrong
         return False
     packed = 1 if scheme_of(config) is None else 32  # of one bit, in integers of 32
     return asked > 2 * packed * held  # 2: tables may be shared

@@ -1,4 +1,4 @@
-"""What tokens see, in the form that a Hugging Face model takes it: one mask, or one per kind of layer."""
+"""Attention masks in the form that a Hugging Face model takes: one mask, or one per kind of layer."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ class Masks:
             return masks[self.kinds[0]]
         if not self._recurrent:
             return masks
-        # Some ask by the kind of a layer, some by the kind of mask that it wants.
+        # Some models look masks up by kind of layer, some by kind of mask.
         wanted = {FULL: masks.get("hybrid"), SLIDING: masks.get("hybrid_sliding"), "conv": None, "linear_attention": None}
         return wanted | masks
 

@@ -59,7 +59,7 @@ class Memory(ByRow):
         self.context.prefill([text[length:] for text, length in zip(wanted, kept, strict=True)], observer)
 
     def settle(self, texts: Sequence[Sequence[int]]) -> None:
-        """Take note of what a round has committed, as known to the host."""
+        """Record on the host what a round has committed."""
         self._texts = list(texts)
         self.context.settle(self._lengths(texts))
 

@@ -103,7 +103,7 @@ class Outline:
         return self.source is not None and is_converted(self.source, self.dtype)
 
     def num_bytes(self, dtype: torch.dtype) -> int | None:
-        """Return what its weights take in a number format, in memory and, of GGUF files, on disk; None where nobody knows."""
+        """Return what its weights take in a number format, in memory and, for GGUF files, on disk; None if unknown."""
         if self.source is not None and self.architecture is not None:
             return Conversion(self.source, self.architecture, dtype, SHARD_BYTES).num_bytes
         if self.scheme is not None:

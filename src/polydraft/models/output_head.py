@@ -43,7 +43,7 @@ class OutputHead:
         self._part: tuple[Tensor, Tensor | None] | None = None
         """Rows for `vocabulary`."""
         self._product: Product | None = None
-        """What multiplies by them faster than torch does."""
+        """A faster product with them than torch's."""
         if vocabulary is not None:
             table, tokens_D = self._table, vocabulary.tokens_D
             self._part = table.weight.detach()[tokens_D], None if table.bias is None else table.bias.detach()[tokens_D]
@@ -58,7 +58,7 @@ class OutputHead:
 
     @property
     def plain(self) -> bool:
-        """Whether it is a product and nothing more."""
+        """Whether it is a plain matrix product."""
         return is_product(self._table)
 
     def __call__(self, hidden_RF: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Tables of tokens that stay in the blocks of the file they came from: a row becomes numbers when it is looked up."""
+"""Embedding tables that stay quantised in the blocks of their file: a row is dequantised when it is looked up."""
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ class PackedEmbedding(nn.Module):
     kind : str
         Name of their format in the package `gguf`.
     table : torch.nn.Embedding
-        What it replaces; its weight is not looked at.
+        What it replaces; its weight is ignored.
     """
 
     def __init__(self, blocks_VX: Tensor, kind: str, table: nn.Embedding) -> None:
@@ -28,11 +28,11 @@ class PackedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """All rows as numbers; made anew at every call."""
+        """All rows, dequantised at every call."""
         return self.rows(torch.arange(self.num_embeddings))
 
     def rows(self, tokens_R: Tensor) -> Tensor:
-        """Return some rows as numbers."""
+        """Return some rows, dequantised."""
         import gguf
 
         blocks_RX: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = self.blocks_VX[tokens_R].numpy()

@@ -1,4 +1,4 @@
-"""Products of a few tokens with large weights, and what multiplies faster than torch does."""
+"""Products of a few tokens with large weights, and backends that compute them faster than torch."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,7 +14,7 @@ Product = Callable[[Tensor], Tensor]
 
 @operation
 def fast_product(layer: nn.Module | tuple[Tensor, Tensor | None], int8: bool = False) -> Product | None:
-    """Return what multiplies by a linear layer, or by a weight with its bias; None: torch does.
+    """Return a fast product with a linear layer, or with a weight and its bias; None to use torch.
 
     Parameters
     ----------
@@ -26,12 +26,12 @@ def fast_product(layer: nn.Module | tuple[Tensor, Tensor | None], int8: bool = F
 
 @operation
 def fast_linears(model: Any) -> AbstractContextManager[None] | None:
-    """Return a context in which the linear layers of a model of any shape multiply faster; None: torch's way."""
+    """Return a context in which the linear layers of a model of any shape multiply faster; None to use torch."""
     return None
 
 
 def by_rows(product: Product, input_XF: Tensor) -> Tensor:
-    """Apply a linear layer to all rows of an input of any shape as to one matrix.
+    """Apply a linear layer to all rows of an input of any shape as one matrix product.
 
     Of a view whose leading strides do not fit together, such as a slice of a tree's nodes, torch makes a batch of products:
     on a CPU with matrix units, in bfloat16, that took four times as long.

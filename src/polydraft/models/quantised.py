@@ -152,7 +152,7 @@ def quantise(model: Any, keep: bool = False) -> Any:
     ----------
     model : transformers.PreTrainedModel
     keep : bool
-        Leave the weights alone: they are somebody else's too.
+        Leave the original weights in place: another model uses them too.
 
     Returns
     -------

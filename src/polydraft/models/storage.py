@@ -66,7 +66,7 @@ def move_up(storage: Storage, lengths_B: Tensor, places_BD: Tensor, slot_positio
 class KeyValues(Storage):
     """Keys and values of all layers in one tensor each, so that committing a path is one gather and one write.
 
-    Storage is allocated when somebody shows its shape.
+    Storage is allocated once its shape is known.
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:

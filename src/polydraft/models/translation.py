@@ -50,7 +50,7 @@ class Translated:
     """The target's tokens up to the last place where the text was cut."""
     sure_ids: Sequence[int] = ()
     anchor: str = ""
-    """What stands before the rest: tokenizers look at it."""
+    """The text just before the rest, which tokenizers look at."""
 
 
 class Translation:
@@ -211,7 +211,7 @@ def translated(
 
 
 def refuse_translated(draft: Any, what: str) -> None:
-    """Refuse a draft with another tokenizer where nobody translates for it."""
+    """Refuse a draft with another tokenizer where no translation is supported."""
     if isinstance(draft, TranslatedModel):
         raise UsageError(f"{what} needs a draft with the target's tokenizer, and {draft.name!r} has another; use another draft")
 
@@ -232,7 +232,7 @@ def check_same_tokens(target: "Loaded", draft: "Loaded") -> None:
 def have_same_numbers(ours: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
     """Return whether what both vocabularies have has the same numbers, and that is nearly all that they have.
 
-    The draft then speaks of the target's numbers. Those that mean something else to it are never right, and nothing more.
+    The draft then uses the target's token ids. The few ids that mean something else to it are never accepted; no harm is done.
     """
     both = ours.keys() & theirs.keys()
     others = max(len(ours), len(theirs)) - len(both)
@@ -247,7 +247,7 @@ def check_vocabularies(ours: Mapping[str, int], theirs: Mapping[str, int], targe
 
 
 def check_share(shared: int, size: int, target: str, draft: str) -> None:
-    """Refuse a draft that shares so many of the target's tokens."""
+    """Refuse a draft that shares too few of the target's tokens."""
     if shared < LEAST_SHARE * size:
         raise UsageError(
             f"draft {draft!r} and target {target!r} have different vocabularies and share {shared} of the target's {size} "

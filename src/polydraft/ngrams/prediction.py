@@ -20,7 +20,7 @@ _NEAR = 8
 _MOST_VISITS = 32
 """Places before the one that was lost, and behind it, that are compared: many of them are alike."""
 _FIRM = 4
-"""Tokens that must match for a place to be the one from which the next is looked for. So much is believed of the beginning."""
+"""Matching tokens that make a place the anchor from which the next one is searched; the beginning counts as one."""
 _CHANCES = (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.97)
 """Of the next token, before anything is known: where 0, 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31 and more tokens match."""
 _WEIGHT, _MEMORY = 4.0, 0.99

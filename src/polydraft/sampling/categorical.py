@@ -128,7 +128,7 @@ class Noise(ByRow):
     Host generators make the stream the same on every device, and rows independent of who shares their batch; the copy
     to a GPU is asynchronous, so a round needs no host synchronisation for it.
 
-    The generators belong to whoever draws here: numbers are drawn for several rounds at a time, and some may never be needed.
+    Do not use the generators elsewhere: numbers are drawn for several rounds at a time, and some are never used.
     """
 
     ROW_STATE = ("_rows",)

@@ -174,7 +174,7 @@ class GrammarProcessor:
     Raises
     ------
     GrammarError
-        If nobody can tell what may come next, or nothing may: scores are never left as they are.
+        If it is unknown what may come next, or nothing may: scores never pass unmasked.
     """
 
     def __init__(self, matcher: Any, prompt_length: int, vocab_size: int) -> None:

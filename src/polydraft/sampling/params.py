@@ -24,7 +24,7 @@ _WARM = f"0 (greedy), or at least {_COLDEST:.0e}"
 
 
 class Usual(float):
-    """A number that nobody asked for: what a model's own settings say takes its place."""
+    """A number that the caller did not set: the model's own settings replace it."""
 
 
 class UsualCount(int):

@@ -1,4 +1,4 @@
-"""Logits processors at work: on the host, node by node, and only about texts that can be."""
+"""Logits processors: called on the host, node by node, only for texts that are still possible."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence

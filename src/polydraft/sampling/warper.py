@@ -57,7 +57,7 @@ class Warper(ByRow):
         of_draft: bool = False,
         vocabulary: PartialVocabulary | None = None,
     ) -> None:
-        # Without a prompt the rows share one text that nobody asks about.
+        # Without a prompt the rows share one text that is never used.
         params = RowParams.of(params, max(len(prompts), 1))
         self._device, self._vocabulary, self._vocab_size = device, vocabulary, vocab_size
         self._of_draft = of_draft
@@ -151,20 +151,15 @@ class Warper(ByRow):
         return truncated(scores_BGV, self._numbers, self._most_kept, self._cut_rows)
 
     @property
-    def keeps_order(self) -> bool:
-        """Whether `likeliest` and `ranking` have the order of the logits as they come: nothing is added or ruled out."""
-        return self.params.keeps_order
-
-    @property
     def temperature_B(self) -> Tensor | None:
         """Temperature of each row, where `probs` are the softmax of the logits over it and nothing else."""
-        plain = self.keeps_order and not self.params.all_greedy and not self._numbers.used & {"top_k", "top_p", "min_p"}
+        plain = self.params.keeps_order and not self.params.all_greedy and not self._numbers.used & {"top_k", "top_p", "min_p"}
         return self._numbers["temperature"].view(-1) if plain else None
 
     def likeliest(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         """Return the token of the largest logit at each node; `NO_TOKEN` where that is no number. Parameters as for `probs`."""
         # Half precision keeps the order of its numbers, but penalties are computed in float32.
-        scores_BGV = self._penalised(logits_BGV if self.keeps_order else logits_BGV.float(), paths_BGP)
+        scores_BGV = self._penalised(logits_BGV if self.params.keeps_order else logits_BGV.float(), paths_BGP)
         best_BG1 = _argmax(scores_BGV)
         return best_BG1.where(scores_BGV.gather(-1, best_BG1).abs() < torch.inf, NO_TOKEN)[..., 0]
 

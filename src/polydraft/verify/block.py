@@ -76,7 +76,7 @@ class BlockWalk(Walk):
         """Pick the paths of all rows, then draw once where each stops and once what follows."""
         if draft.tokens_BN.shape[1] > 1:
             return verify_block(scheme, draft, target_distribution, uniforms_BU, self.least_weight)
-        # Nobody drafted: the token comes from the target's distribution, by the very number that the whole walk would use.
+        # No draft: the token comes from the target's distribution, by the same random number that the whole walk would use.
         root_B = torch.zeros_like(draft.tokens_BN[:, 0])
         distribution_BV = target_distribution(root_B, draft.tokens_BN[:, :0])
         return lone_root(draft, draw_one(distribution_BV, uniforms_BU[:, -1]))

@@ -75,7 +75,7 @@ def _dense(key_RV: Tensor) -> tuple[Tensor, int]:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class RacePlan:
     """A race for each row; C cells, the first of them without mass, so that running sums start at 0."""
 
     draft_RC: Tensor
@@ -94,7 +94,7 @@ class Plan:
     """Running sum of the negative part of d. The same stretch of gains and losses belongs to cells that exchange places."""
 
 
-def make_plan(target_RC: Tensor, draft_RC: Tensor, count_R1: Tensor) -> Plan:
+def make_plan(target_RC: Tensor, draft_RC: Tensor, count_R1: Tensor) -> RacePlan:
     """Plan races of `count_R1` children drawn from the draft distribution.
 
     Parameters
@@ -112,7 +112,7 @@ def make_plan(target_RC: Tensor, draft_RC: Tensor, count_R1: Tensor) -> Plan:
     selected_RC = torch.minimum(selected_RC.clamp(min=0), draft_RC * count_R1)
     drift_RC = selected_RC - _steps(power_RC)  # q m is X_kⁿ − X_{k−1}ⁿ
     gain_RC = drift_RC.clamp(min=0)
-    return Plan(draft_RC, above_RC, count_R1, selected_RC, drift_RC, gain_RC.cumsum(-1), (gain_RC - drift_RC).cumsum(-1))
+    return RacePlan(draft_RC, above_RC, count_R1, selected_RC, drift_RC, gain_RC.cumsum(-1), (gain_RC - drift_RC).cumsum(-1))
 
 
 def _steps(table_RC: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def _steps(table_RC: Tensor) -> Tensor:
     return table_RC.diff(prepend=torch.zeros_like(table_RC[:, :1]))
 
 
-def places(plan: Plan, cell_RK: Tensor, partner_RK: Tensor, place_RK: Tensor) -> Tensor:
+def places(plan: RacePlan, cell_RK: Tensor, partner_RK: Tensor, place_RK: Tensor) -> Tensor:
     """Give each child its place, by two uniform numbers: one for the partner, one for whose place and where in it."""
     drift_RK, draft_RK = plan.drift_RC.gather(1, cell_RK), plan.draft_RC.gather(1, cell_RK)
     gaining_RK, size_RK = drift_RK > 0, drift_RK.abs()
@@ -152,7 +152,7 @@ def slopes(above_RX: Tensor, below_RX: Tensor, count_R1: Tensor, most: int) -> T
     return (above_RX[..., None] ** rank_J * below_RXJ * (other_RJ >= 0)[:, None]).sum(-1)
 
 
-def winning_chances(plan: Plan, cell_RK: Tensor, exists_RK: Tensor) -> Tensor:
+def winning_chances(plan: RacePlan, cell_RK: Tensor, exists_RK: Tensor) -> Tensor:
     """Return each child's chance to have the largest place, given all children; exact, for tests, in K · C per row.
 
     A child's place is uniform in each cell, with some chance for each: the chance that all others are lower is a
@@ -170,7 +170,7 @@ def winning_chances(plan: Plan, cell_RK: Tensor, exists_RK: Tensor) -> Tensor:
     return chance_RK * exists_RK
 
 
-def _chances_of_cells(plan: Plan, cell_RK: Tensor) -> Tensor:
+def _chances_of_cells(plan: RacePlan, cell_RK: Tensor) -> Tensor:
     """Return in which cell's places a child of each cell ends up, over the numbers that `places` takes."""
 
     def of_children(table_RC: Tensor) -> Tensor:
@@ -216,7 +216,7 @@ def count_certain(value_RK: Tensor, more_RJ: Tensor, total_R1: Tensor, count: Te
 class Contest:
     """The race of each row's children."""
 
-    plan: Plan
+    plan: RacePlan
     token_RK: Tensor
     """The children; where one is missing, the first again."""
     cell_RK: Tensor

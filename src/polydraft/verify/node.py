@@ -51,7 +51,7 @@ class NodeWalk(Walk):
         """Walk all rows in step; at temperature 0 without a distribution."""
         if isinstance(target_distribution, TreeDistributions) and target_distribution.greedy:
             return greedy_verdict(draft, target_distribution)
-        if draft.depth == 0 or (draft.tokens_BN.shape[1] == 1 and scheme.follows_target):  # nobody drafted
+        if draft.depth == 0 or (draft.tokens_BN.shape[1] == 1 and scheme.follows_target):  # there is no draft
             root_B = torch.zeros_like(draft.tokens_BN[:, 0])
             return lone_root(draft, draw_one(target_distribution(root_B, draft.tokens_BN[:, :0]), uniforms_BU[:, 0]))
         if all_at_once(target_distribution, draft, _columns(draft)):
@@ -97,7 +97,7 @@ def _step_by_step(draft: DraftTree, emit: Emit) -> Verdict:
         token_B, broken_B = emit(level, node_B, tokens_BD[:, :level])
         tokens_BD[:, level] = token_B.where(going_B, NO_TOKEN)
         fault_B = torch.where(going_B & (fault_B == Fault.NONE), broken_B, fault_B)
-        # Whatever the scheme drew, the token has the target's distribution: if somebody else proposed it, the walk goes on
+        # Whatever the scheme drew, the token has the target's distribution: if n-grams proposed it, the walk goes on
         # as well.
         nodes_BK, children_BK = draft.followers(node_B)
         match_BK = (children_BK == token_B[:, None]) & (children_BK != NO_TOKEN)

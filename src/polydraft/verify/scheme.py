@@ -85,8 +85,7 @@ class Scheme(ABC):
     def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor, ranked: Ranked | None = None) -> Tensor:
         """Draw as many of K children as each row says, `NO_TOKEN` behind them. Override where there is a faster way.
 
-        Whoever has the K `largest` weights of these distributions already may pass them on as `ranked`; nothing else depends on
-        it.
+        `ranked` are the K `largest` weights of these distributions, for callers that know them already; they only save time.
         """
         children_RK = torch.full_like(uniforms_RK, NO_TOKEN, dtype=torch.long)
         for count in range(1, uniforms_RK.shape[1] + 1):

@@ -103,7 +103,7 @@ class TargetDistributions(TreeDistributions):
 
     def logits_in_order(self) -> Tensor | None:
         """Return the logits of all nodes, where they are there and nothing changes their order."""
-        return self._logits_BNV if self._warper.keeps_order else None
+        return self._logits_BNV if self._warper.params.keeps_order else None
 
     def _logits(self, node_B: Tensor) -> Tensor:
         if self._logits_BNV is not None:
@@ -165,7 +165,7 @@ class Verdict:
     tokens_BD: Tensor
     """Emitted tokens, `accepted_B + 1` of them valid; the last of these is the next pending token."""
     offered_B: Tensor
-    """Nodes on the accepted path that had candidates: `accepted_B`, or one more where the last node had some, in vain."""
+    """Nodes on the accepted path that had candidates: `accepted_B`, or one more if the last node's were all rejected."""
     fault_B: Tensor
     """`Fault` of each row."""
 

@@ -18,7 +18,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from polydraft.errors import FailureError, UsageError, shown
+from polydraft.errors import FailureError, UsageError, first_line, shown
 from polydraft.models.heads.feature_head import ENDLESS, FeatureHead, HeadShape, TapNorm
 from polydraft.models.heads.foreign_tensors import (
     FIRST,
@@ -96,7 +96,7 @@ class Format:
             theirs = {part: tensor for part, tensor in loaded(files).items() if part in expected}
             vocabulary = drafted_vocabulary(theirs, target)
         except (OSError, SafetensorError, ValueError) as error:
-            raise _unreadable(name, str(error).strip().splitlines()[0]) from None
+            raise _unreadable(name, first_line(error)) from None
         head = new_head(shape, target, vocabulary, name, self.head)
         head.load_state_dict(self.renamed(theirs, shape))
         head.tables = own_tables(theirs, head, vocabulary)

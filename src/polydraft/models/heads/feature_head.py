@@ -9,20 +9,17 @@ References
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from polydraft.models.heads.head import Head
+from polydraft.models.heads.head_context import HeadContext
 from polydraft.models.heads.head_layer import HeadLayer, HeadNorm
 from polydraft.models.products import by_rows
 from polydraft.sampling import PartialVocabulary
-
-if TYPE_CHECKING:
-    from polydraft.models.heads.head_context import HeadContext
-
 
 ENDLESS = 2**31 - 1
 """The window of a layer that sees the whole text."""
@@ -165,10 +162,8 @@ class FeatureHead(HeadLayer, Head):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "kept": {}}
 
-    def start(self, batch_size: int, capacity: int) -> "HeadContext":
+    def start(self, batch_size: int, capacity: int) -> HeadContext:
         """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""
-        from polydraft.models.heads.head_context import HeadContext  # late: it loads transformers
-
         return HeadContext(self, batch_size, capacity)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

@@ -98,7 +98,7 @@ class Entries(Context):
 
     @abstractmethod
     def store(self, tokens_BT: Tensor, fused_BTH: Tensor) -> None:
-        """Take in the next entries of texts whose outputs nobody wants."""
+        """Read the next entries of texts; their outputs are not needed."""
 
     def take_roots(self, outputs_BWH: Tensor, fresh_B: Tensor) -> Tensor:
         """Commit all entries of each row but the last, of which there are `fresh_B`; return that one's output, `[B, 1, H]`."""
@@ -154,7 +154,7 @@ class HeadContext(Entries):
         return super().fused(features_RF) if fused_RH is None else fused_RH
 
     def store(self, tokens_BT: Tensor, fused_BTH: Tensor) -> None:
-        """Take in the next entries of texts whose outputs nobody wants: with one layer, keys and values are all they leave."""
+        """Read the next entries of texts; their outputs are not needed, so a single layer computes only keys and values."""
         if self.fast is not None and self.fast.store(self, tokens_BT, fused_BTH):
             return
         rows, size = tokens_BT.shape

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from polydraft.devices import is_host
-from polydraft.errors import FailureError, UsageError, shown
+from polydraft.errors import FailureError, UsageError, first_line, shown
 from polydraft.models.heads.feature_head import FeatureHead, HeadShape, TapNorm
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary
@@ -87,7 +87,7 @@ class TargetSizes:
 
 
 Target = HFModel | TargetSizes
-"""What a head is checked against."""
+"""The target that a head is checked against: loaded, or only its config."""
 MODEL_TYPE = "polydraft_feature_head"
 VOCABULARY_FILE = "draft_vocabulary.safetensors"
 """In a draft's folder: which of the target's tokens it drafts."""
@@ -130,7 +130,7 @@ def installed(head: FeatureHead, target: HFModel) -> FeatureHead:
 
 
 def _unpacked(end: Any, target: HFModel) -> Any:
-    """Return the table of an embedding or an output head that somebody else may have quantised, as numbers."""
+    """Return the table of an embedding or an output head, dequantised if another package has quantised it."""
     try:
         weight = end.weight
         table = weight if type(weight) is torch.nn.Parameter else weight.dequantize()
@@ -221,8 +221,7 @@ def _read(folder: Path, target: Target, name: str) -> tuple[HeadShape, str | Non
 
 
 def _unreadable(name: str, error: Exception) -> FailureError:
-    reason = str(error).strip().splitlines()[0]
-    return FailureError(f"cannot read the weights of draft {name!r} ({reason}); train it again or get another copy")
+    return FailureError(f"cannot read the weights of draft {name!r} ({first_line(error)}); train it again or get another copy")
 
 
 def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> FeatureHead:

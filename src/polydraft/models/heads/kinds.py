@@ -24,10 +24,11 @@ class HeadKind:
     recognise: Callable[[Mapping[str, Any]], bool]
     """Whether a config.json is that of such a head."""
     check: Callable[[Path, Target, str], None]
-    """`(folder, target, name)`: refuse one that is not whole or is for another target. No weights are read, and the target may
-    be no more than its config."""
+    """`(folder, target, name)`: refuse an incomplete head, or one for another target. No weights are read; of the target, the
+    config is enough."""
     load: Callable[[Path, HFModel, Any, str], Head]
-    """`(folder, target, tokenizer, name)`: load it, and let the target show what it reads. The tokenizer may be None."""
+    """`(folder, target, tokenizer, name)`: load it, and have the target provide the features it reads. The tokenizer may be
+    None."""
     trains: bool = False
     """Whether `polydraft train head` can go on from it."""
 

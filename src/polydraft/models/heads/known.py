@@ -45,7 +45,7 @@ def shipped_layers(target: str) -> tuple[bool, str]:
 
 
 def remember_draft(target: str, folder: Path) -> None:
-    """Take note of a head that was trained for a target, where the cache can be written to."""
+    """Remember a head that was trained for a target, if the cache is writable."""
     file = _file(target)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)

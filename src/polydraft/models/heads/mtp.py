@@ -45,7 +45,7 @@ class TokenPair(nn.Module):
 
     @property
     def weight(self) -> Any:
-        """The table, for whoever asks a model for its size."""
+        """The embedding table; transformers reads its size."""
         return self.embedding.weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -123,12 +123,12 @@ class MtpContext(Entries, HFContext):
             pair.features_BTH = None
 
     def store(self, tokens_BT: Tensor, fused_BTH: Tensor) -> None:
-        """Take in the next entries of texts whose outputs nobody wants."""
+        """Read the next entries of texts; their outputs are not needed."""
         self.read(tokens_BT, fused_BTH, causal_block(*tokens_BT.shape, self.device))
 
     @property
     def divisible(self) -> bool:
-        """Always: where there is no storage yet, an entry that is not kept shows what it looks like."""
+        """Always: without storage yet, `part` reads a dummy entry to have it allocated."""
         return True
 
     def part(self, rows: slice) -> Self:

@@ -70,7 +70,7 @@ class MtpFiles:
 
     @cached_property
     def layers(self) -> dict[int, dict[str, str]]:
-        """What is whose name in the checkpoint, by layer: parts by our names, those of the decoder layer by transformers'."""
+        """Tensor names of each layer in the checkpoint, by our names for parts, and transformers' for the decoder layer."""
         extra = {int(found[2]): f"{found[1]}.{found[2]}." for found in map(_EXTRA_LAYER.match, self.files) if found}
         layers: dict[int, dict[str, str]] = {}
         shared: dict[str, str] = {}
@@ -99,7 +99,7 @@ class MtpFiles:
 
     @property
     def features_first(self) -> bool:
-        """Whether the projection reads features first: MiMo's own checkpoints do, and nobody else's."""
+        """Whether the projection reads features first, as only MiMo's own checkpoints do."""
         return "speculators_model_type" not in self.config and any(".mtp_layers." in name for name in self.files)
 
 

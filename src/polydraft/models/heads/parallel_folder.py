@@ -16,7 +16,7 @@ _MOST_LEVELS = 64
 
 
 class ParallelFormat(Format):
-    """What P-EAGLE and DFlash share: several layers, and a token that masks those to come."""
+    """What P-EAGLE and DFlash share: several layers, and a mask token for future positions."""
 
     one_layer = False
 
@@ -37,7 +37,7 @@ class ParallelFormat(Format):
 
     @abstractmethod
     def levels(self, form: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return how many levels a pass gives, and what else there is to say of its places."""
+        """Return how many levels a pass gives, and how its places see each other."""
 
     def renamed(self, theirs: Mapping[str, Tensor], shape: Any) -> dict[str, Tensor]:
         """Return the weights of a head under our names."""

@@ -134,7 +134,7 @@ class RecurrentContext(HFContext):
             tokens_BT = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=self.device)
             self.reserve(max(self.lengths) + size)
             read_B, counts_B = self._read_B.clone(), torch.tensor(counts, device=self.device)
-            # A pass that is interrupted leaves states of which nobody knows how far they are.
+            # After an interrupted pass it is unknown how many tokens the states have read.
             self._read_B.masked_fill_(counts_B > 0, -1)
             self._counts = counts
             # Only the device knows which rows have a state to read on from.
