@@ -212,7 +212,7 @@ BAD: dict[str, tuple[Change, type[PolydraftError], str]] = {
     "embeddings": (configured(**{TAPS: [0, 1, 2]}), UsageError, "taps is [0, 1, 2], not a list of layers"),
     "taps twice": (configured(**{TAPS: [1, 1, 2]}), UsageError, "[1, 1, 2], not a list of different layers"),
     "taps in a word": (configured(**{TAPS: "all"}), UsageError, "'all', not a list"),
-    "fewer taps": (configured(**{TAPS: [1, 2]}), FailureError, "fc.weight has the shape [32, 96], where config and target"),
+    "fewer taps": (configured(**{TAPS: [1, 2]}), FailureError, "fc.weight has the shape [32, 96], where config.json asks for"),
     "default taps": (configured(**{TAPS: None}), UsageError, "[2, 2, 1], not a list of different layers"),
     "two layers": (configured(num_hidden_layers=2), UsageError, "num_hidden_layers is 2; heads of 1 layer can be loaded"),
     "another kind": (

@@ -1,4 +1,4 @@
-"""A drawn tree and a trie in one round: where one ends and the other begins, and how a device works on both at once."""
+"""A drawn tree and a trie in one round: where one ends and the other begins, and how a device works on both concurrently."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -58,7 +58,7 @@ class Aside:
 
     @contextmanager
     def working(self, device: torch.device) -> Iterator[None]:
-        """Let the device do what is asked here beside what is asked next.
+        """Run what is launched here concurrently with what is launched next.
 
         What it leaves is used before the next round begins here, so that its memory is not taken too early.
         """
@@ -72,6 +72,6 @@ class Aside:
             yield
 
     def join(self, device: torch.device) -> None:
-        """Let what is asked next wait for it."""
+        """Make what is launched next wait for it."""
         if self._stream is not None:
             torch.cuda.current_stream(device).wait_stream(self._stream)

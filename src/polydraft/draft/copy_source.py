@@ -16,7 +16,7 @@ from polydraft.trees import Block, causal_block
 class CopySource(DistributionSource):
     """Passes of a copy that read the target's keys and values, and put their own where the target's pass comes next.
 
-    So there is nothing to read, to commit or to catch up with: whatever the target holds is what the copy goes on from.
+    So there is nothing to read, to commit or to catch up with: the copy continues from whatever the target holds.
     """
 
     follows_any_path = movable = True

@@ -42,9 +42,9 @@ _LEAST_REPEATS, _MOST_REPEATS, _SECONDS = 4, 12, 2.0
 _TOGETHER = 4
 """Runs that are timed together on a GPU, so that the wait for it is not counted with each."""
 _DISTURBED = 1.6
-"""Times of the same work that differ by more, from the first quartile to the third, were taken on a busy machine."""
+"""If the third quartile of repeated times is more than this multiple of the first, the machine was busy."""
 _tables: dict[Path, dict[str, Any]] = {}
-"""What this process has read or measured."""
+"""Tables that this process has read or measured."""
 SCHEMES_MEASURED = ("top", "hybrid")
 """What trees of a draft are verified by, at temperature 0 and above."""
 GRAMS = "naive"
@@ -55,7 +55,7 @@ ms of a plain round of a tiny model, where a walk takes 0.27; 1.1 ms of one of t
 _PERIOD = 24
 """Of the text in which n-grams are looked up to see how long that takes: all of it has been there before."""
 Draft = LanguageModel | Head | None
-"""Who drafts; None for n-grams."""
+"""The draft; None for n-grams."""
 
 
 def measured_costs(target: LanguageModel, draft: Draft, nodes: int, scheme: str) -> Costs:
@@ -309,7 +309,7 @@ def _draft_level(draft: LanguageModel | Head, name: str, beam: int) -> Callable[
 
 
 def _seen(tokens_1: torch.Tensor) -> object:
-    """Look at tokens where that costs nothing but the look."""
+    """Read tokens on the host, unless that would wait for a device."""
     return tokens_1.tolist() if can_sync(tokens_1) else tokens_1
 
 

@@ -18,7 +18,7 @@ class Drafter(ABC):
 
     name: str
     lossless: bool = True
-    """Whether texts follow the target's distribution; False needs the user's word for it."""
+    """Whether texts follow the target's distribution; if not, users must ask for it explicitly."""
     model: LanguageModel | Head | None = None
     """The draft, if there is one."""
     topology: Topology | DynamicShape | None = None
@@ -28,7 +28,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
-        """Go to work on a batch whose rows are sampled with `params`."""
+        """Open a session for a batch whose rows are sampled with `params`."""
 
 
 class Plain(Drafter):
@@ -37,7 +37,7 @@ class Plain(Drafter):
     name = "none"
 
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
-        """Go to work; there is nothing to prepare."""
+        """Open a session; there is nothing to prepare."""
         return DraftSession(self.name)
 
 
@@ -67,7 +67,7 @@ DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("drafter")
 """Ways to make a drafter from parts, by name; the test suite checks that every one of them is lossless."""
 
 LOSSY_DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("lossy drafter")
-"""Drafters that change the distribution of the text; nothing chooses them but their name behind `--lossy`."""
+"""Drafters that change the distribution of the text; they are chosen only by name, with `--lossy`."""
 
 
 @DRAFTERS.register("none")

@@ -83,7 +83,7 @@ class GramTree(Drafter):
         self.predicts = any(cache.name == PREDICTION for cache in self.caches)
 
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
-        """Go to work on a batch."""
+        """Open a session for a batch."""
         return DraftSession(self.name, certain=self.builder(len(params), target, self.name))
 
     def builder(self, batch_size: int, target: LanguageModel, name: str) -> Builder:
@@ -113,7 +113,7 @@ class GramTree(Drafter):
 
 
 class Riders(ByRow):
-    """What rides along in the target's passes, as nodes that no walk reaches, and teaches the caches: nothing, here."""
+    """Riders of the target's passes, nodes that no walk reaches and that teach the caches; this base class has none."""
 
     resting_B: Tensor | None = None
     """Rows that rest in this round, on a CPU; where all do, nothing rides along."""

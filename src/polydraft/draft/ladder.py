@@ -15,9 +15,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 _PRIOR, _WORTH_MEMORY = 16.0, 0.97
-"""Rounds that the first belief in the draft weighs, and how much of what a round taught is left after the next one."""
+"""Weight of the first belief in the draft, in rounds, and decay per round of what was learnt."""
 _DOUBT = 2048
-"""Rounds without drafts after which two thirds of a bad, or a good, opinion of the draft are gone: then it is tried again."""
+"""Time constant, in rounds without drafts, by which an opinion of the draft fades, so that it is tried again."""
 _SETTLED = 4
 """Rounds of one rung before they are timed: one may still be under way with the last rung, one runs uncaptured, and one is
 captured."""

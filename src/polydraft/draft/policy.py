@@ -17,21 +17,21 @@ from polydraft.draft.speedup import Costs
 from polydraft.rows import ByRow
 
 _MEMORY, _RATE_MEMORY = 0.97, 0.97
-"""How much of what a round taught of promises, and of tokens over time, is left after the next one."""
+"""Decay per round of what was learnt about promises, and about tokens over time."""
 _PRIOR, _RATE_PRIOR = 16.0, 8.0
-"""Rounds that the first beliefs weigh, of promises and of tokens over time."""
+"""Weight of the first beliefs about each, in rounds."""
 _LEAST_GROWTH = 0.1
 _FURTHER = 1.3
-"""What a child that is drawn is worth, its own children included, for each token of its own."""
+"""Worth of a drawn child with its descendants, per token of its own."""
 _LEAST_PRICE = 0.005
-"""What a drawn node costs at least, in plain passes: on a flat stretch of the cost curve its room is room of deeper levels."""
+"""Minimum price of a drawn node, in plain passes: where the cost curve is flat, it still takes room from deeper levels."""
 _LOSING, _WINNING = 0.97, 1.03
 """Tokens in the time of a plain pass: below the first a row rests from drafting; above the second its next rest is short."""
 SHORTEST_REST, LONGEST_REST = 8, 64
 _FIRST_REST = 64
 """Where a fair draft cannot pay, plain rounds before the first trial."""
 _TRIAL, _SHORT_TRIAL = 4, 1
-"""Rounds that a row drafts at least before it may rest again; the second where a fair draft cannot pay."""
+"""Minimum rounds that a row drafts before it may rest again; the second value if a fair draft cannot pay."""
 
 REST_REASON = "it would have taken more time than it was likely to save"
 
@@ -43,7 +43,7 @@ class Belief:
     typical: tuple[tuple[int, int, float], ...]
     """Trees: nodes, levels, tokens per pass. What they would yield at given costs is the first belief."""
     most_rate: float
-    """Of that, what is believed at most."""
+    """Upper limit of that first belief."""
     growth: float
     """Tokens that a level brings for each of the level above."""
     front: int
@@ -55,7 +55,7 @@ class Belief:
 
     Drawing and coupling bring it."""
     greedy_temperature: float
-    """At which the draft's probabilities tell best how often the target's likeliest token is among them."""
+    """Temperature at which the draft's probabilities best predict how often the target's likeliest token is among them."""
 
     def share(self, children: int) -> float:
         """Return what `unlisted` says of so many children; it stays at its last number."""
@@ -92,7 +92,7 @@ probabilities at temperature 0.1 are .966 and .977 on average; `unlisted` .948 a
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What a round has laid out for one row."""
+    """What a round plans for one row."""
 
     expected: float
     """Accepted tokens that the draft's probabilities promise."""

@@ -15,8 +15,8 @@ from polydraft.trees import Block
 class TranslatedSource(ModelSource):
     """The memory of a draft with tokens of its own.
 
-    Inside a tree every node is a token that both models have, so it has one token of the draft. When a round is over the text
-    is translated again. Where it still begins with what the round has left in the memory, that stays; the rest is read.
+    Inside a tree every node is a token that both models have, so it has one token of the draft. After a round the text is
+    translated again; the memory keeps the common beginning, and the rest is read.
     """
 
     ROW_STATE = (*ModelSource.ROW_STATE, "_translated", "_tail_B2")
@@ -41,7 +41,7 @@ class TranslatedSource(ModelSource):
         super().begin(own, self._longest, rows)
 
     def _translate(self, texts: Sequence[Sequence[int]], longest: int = 0) -> list[Sequence[int]]:
-        """Return the texts in the draft's tokens, and see to it that there is room for them."""
+        """Return the texts in the draft's tokens, and make room for them."""
         translate = self._translation.translate
         self._translated = [translate(*pair) for pair in zip(texts, self._translated, strict=True)]
         own = [one.ids for one in self._translated]
@@ -62,7 +62,7 @@ class TranslatedSource(ModelSource):
         return super().expand(self._own_X[tokens_BW], parents, block)
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
-        """Keep of what the round has left what the new texts have, too, and read the rest."""
+        """Keep what the memory shares with the new texts, and read the rest."""
         if not self._skipped:
             # The last token went through no pass: what stands here for it does not matter.
             left = zip(self._translated, emitted, strict=True)

@@ -1,4 +1,4 @@
-"""Which of a few static trees the rounds of a batch have: by what pays, or one and the same for texts that must not notice.
+"""Which of a few static trees the rounds of a batch use: one that pays, or a fixed one for texts that must not depend on load.
 
 What pays depends on the machine: texts that a seed must give again have the steady tree in all their rounds, or are limited to
 it in rounds of a larger one.

@@ -204,7 +204,7 @@ class Combination(Drafter):
         self.model, self.topology, self.lossless = tree.model, tree.topology, tree.lossless
 
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
-        """Go to work on a batch."""
+        """Open a session for a batch."""
         certain = self.grams.builder(len(params), target, self.name)
         return DraftSession(self.tree.name, drawn=self.tree.builder(params, target), certain=certain)
 

@@ -26,7 +26,7 @@ from polydraft.verify import Walk
 _MOST_CAPTURES = 256
 _LOGGER = logging.getLogger("polydraft")
 _TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""Why passes of a model are not captured, as far as it was said."""
+"""Obstacles that were logged already, by model."""
 
 
 def tell_obstacle(model: Any, obstacle: str) -> None:
@@ -260,7 +260,7 @@ class Launcher:
 def _with_tables(
     tree: DraftTree, tokens_BN: Tensor, depths_BN: Tensor, ancestors_BNN: Tensor, child_table_BNK: Tensor
 ) -> DraftTree:
-    """Return a tree of the host's whose tensors are a capture's inputs."""
+    """Return the host's tree with a capture's inputs as its tensors."""
     return replace(
         tree,
         tokens_BN=tokens_BN,
@@ -272,7 +272,7 @@ def _with_tables(
 
 
 def _obstacle(state: State, can: Capturable) -> str | None:
-    """Return why the next round cannot be captured, and log what will not pass."""
+    """Return why the next round cannot be captured, and log it if it is permanent."""
     if state.watched:
         return "log-probabilities are looked at on the host"
     lasting = can.never or ("logits processors work on the host" if state.warper.params.has_processors else None)

@@ -1,4 +1,4 @@
-"""What the target itself thinks of tokens: of those that rounds bring, and of a prompt's while it is read."""
+"""Log-probabilities by the target itself: of emitted tokens, and of a prompt's tokens while it is read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ _MOST_AT_ONCE = 64
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """What the target itself thought of a token that it was given: before temperature, truncation, penalties and bias."""
+    """Log-probability of a token by the target itself: before temperature, truncation, penalties and bias."""
 
     logprob: float
     top: list[tuple[int, float]]
@@ -43,9 +43,9 @@ class PromptReader:
     ----------
     target : LanguageModel
     wishes : mapping from row to TokenSequence
-        Those that ask for them.
+        Sequences that want log-probabilities of their prompts.
     also : Observer, optional
-        Who sees the features first.
+        Sees the features first.
     """
 
     target: LanguageModel

@@ -40,7 +40,7 @@ class Outcome:
     """Of the trees: as many tokens, and one more."""
 
     def reporting(self, report_BX: Tensor | None) -> "Outcome":
-        """Add what the session has to say."""
+        """Append the session's report."""
         return self if report_BX is None else Outcome(torch.cat([self.packed_BX, report_BX], dim=1), self.depth)
 
     def rows(self) -> tuple[list[RowOutcome], list[list[int]]]:

@@ -69,7 +69,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The same, checked and with defaults."""
+    """The options of a call, checked and with defaults."""
 
     sampling: SamplingParams | Sequence[SamplingParams] | None = None
     max_new_tokens: int | Sequence[int] = 128

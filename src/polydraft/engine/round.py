@@ -42,7 +42,7 @@ class State(ByRow):
     greedy_B: Tensor
     """Rows that take the likeliest token."""
     watched: bool = False
-    """Whether the host wants to see what follows."""
+    """Whether the two fields below are kept for the host."""
     path_features_BDF: Tensor | None = None
     """The target's, of the nodes that the last round's path goes through."""
     tree: DraftTree | None = None

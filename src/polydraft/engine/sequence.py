@@ -1,4 +1,4 @@
-"""One text on its way: its prompt, what was asked for, what it has got so far, and where it ends."""
+"""One text in progress: its prompt, its parameters, its tokens so far, and where it ends."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -130,7 +130,7 @@ class TokenSequence:
     max_positions: int | None = None
     """Where the model's context ends."""
     stops_after: Callable[[Sequence[int]], bool] | None = None
-    """Whether its caller will end it after a text: one that can be told beforehand."""
+    """Whether the caller will end it after a given text, if that is known beforehand."""
     steady: bool = True
     """Whether its trees, and so what a seed gives, may not depend on how many others there are."""
     traced: bool = False
@@ -165,7 +165,7 @@ class TokenSequence:
 
     @property
     def new_tokens(self) -> list[int]:
-        """What it has got so far."""
+        """New tokens so far."""
         return self.tokens[len(self.prompt) :]
 
     @property
@@ -215,7 +215,7 @@ class TokenSequence:
         return Emitted(self.row, kept, list(sources[: len(kept)]), pieces, self.stop_reason)
 
     def fail(self, error: Exception) -> Emitted:
-        """End for a failure, with what it has got so far."""
+        """End for a failure, keeping the tokens so far."""
         self.assembler.finish()
         self.stop_reason, self.failure = StopReason.FAILED, error
         return Emitted(self.row, [], [], [], self.stop_reason)

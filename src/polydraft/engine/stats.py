@@ -14,7 +14,7 @@ PHASES = ("prefill", "draft", "target", "verify", "commit", "graph")
 """What time is spent on; `graph` is a whole round that is replayed from a capture."""
 
 _ENDLESS, _LEAST_READ = 2**62, 16
-"""Tokens of prompts to read: where nothing limits them, and however long they take."""
+"""Prompt tokens to read: without a limit, and at least."""
 
 
 def rest_line(resting: int, passes: int, why: str | None) -> str | None:

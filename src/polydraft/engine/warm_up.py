@@ -103,7 +103,7 @@ def rehearse(
 
 @contextmanager
 def _at_work(engine: "Engine", sequences: Sequence[TokenSequence]) -> Iterator[None]:
-    """Let an engine have some texts."""
+    """Run an engine on some texts, and cancel those that have not ended."""
     for sequence in sequences:
         engine.add(sequence)
     yield
@@ -114,7 +114,7 @@ def _at_work(engine: "Engine", sequences: Sequence[TokenSequence]) -> Iterator[N
 
 @contextmanager
 def _only(engine: "Engine", number: int) -> Iterator[None]:
-    """Let all rounds be of one kind."""
+    """Make all rounds of one kind."""
     engine.session.rehearse(number)
     try:
         yield

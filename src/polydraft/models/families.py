@@ -68,36 +68,18 @@ def _add(model_type: str, tiny: dict[str, Any], name: str | None = None) -> None
 
 
 _add("llama", _COMMON)
-
-
 _add("mistral", {**_COMMON, "sliding_window": None})
-
-
 _add("mistral", {**_COMMON, "sliding_window": 7}, name="mistral-sliding")
-
-
 _add("qwen2", _COMMON)
-
-
 _add("qwen3", {**_COMMON, "head_dim": 8})
-
-
 _add("gemma", {**_COMMON, "head_dim": 8})
-
-
 # With tied embeddings and its scaled input a random Gemma 2 says the last token again, whatever the layers do.
 _add(
     "gemma2",
     {**_COMMON, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
 )
-
-
 _add("phi", {key: value for key, value in _COMMON.items() if key != "num_key_value_heads"})
-
-
 _add("phi3", _COMMON)
-
-
 _add(
     "opt",
     {
@@ -108,8 +90,6 @@ _add(
         "init_std": 0.35,
     },
 )
-
-
 _add(
     "gpt2",
     {
@@ -124,11 +104,7 @@ _add(
         "pad_token_id": 0,
     },
 )
-
-
 _add("gpt_neox", {**_COMMON, "intermediate_size": 64})
-
-
 _add(
     "gpt_neo",
     {

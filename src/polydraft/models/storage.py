@@ -77,7 +77,7 @@ class KeyValues(Storage):
         self._all: tuple[Tensor, Tensor] | None = None
         """Of all rows."""
         self._most = 0
-        """Rows that there may come to be."""
+        """Most rows that there will be."""
 
     def held(self, like_BX: Tensor, heads: int, channels: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of all layers, allocated if they are not yet: rows, dtype and device as of `like_BX`."""

@@ -43,9 +43,9 @@ class SamplingParams:
     The order of operations is that of Hugging Face `generate`: logit bias, repetition penalty, presence and
     frequency penalty, `processors`, temperature, top-k, top-p, min-p. It is the same with and without speculation.
 
-    Of what you leave out the model's generation_config.json may say something, see `polydraft.load`; what you give counts.
+    What you leave out may come from the model's generation_config.json, see `polydraft.load`; what you set takes precedence.
 
-    Equal parameters have equal hashes. Hashes leave out `logit_bias` and `processors`, whose own may not exist.
+    Equal parameters have equal hashes. Hashes leave out `logit_bias` and `processors`, which may not be hashable.
     """
 
     temperature: float = Usual(1.0)
@@ -298,7 +298,7 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingPa
 """Neutral values of the parameters."""
 
 IDLE = SamplingParams(temperature=0.0)
-"""Of rows without a text: they ask for nothing."""
+"""Parameters of rows without a text."""
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:

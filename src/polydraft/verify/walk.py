@@ -55,7 +55,7 @@ class TreeDistributions(ABC):
         """Return `likeliest` of all nodes, `[B, N]`, where they are `whole`."""
 
     def logits_in_order(self) -> Tensor | None:
-        """Return numbers of all nodes of which the largest is `likeliest`, `[B, N, V]`; None where there are none such."""
+        """Return numbers of all nodes of which the largest is `likeliest`, `[B, N, V]`; None if there are none."""
         return None
 
 
@@ -111,7 +111,7 @@ class TargetDistributions(TreeDistributions):
         return self._head(_rows(self._features_BNF, node_B))
 
     def _paths(self, draft: DraftTree) -> Tensor:
-        """Return paths to all nodes, as far as anybody reads them."""
+        """Return paths to all nodes, as far as they are needed."""
         return draft.paths() if self._warper.params.needs_history else draft.tokens_BN[..., None][..., :0]
 
 

@@ -19,7 +19,7 @@ def load_converted(folder: Path) -> tuple[Any, dict[str, Any]]:
     transformers.PreTrainedModel
         In int8 with `Int8Linear` in place of its linear layers.
     dict
-        What `from_pretrained` says of it.
+        The loading info of `from_pretrained`.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -31,7 +31,7 @@ def load_converted(folder: Path) -> tuple[Any, dict[str, Any]]:
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     for module in {*held, *(name.partition(BLOCKS)[0] for name in blocks)}:
-        # Of the right shape, and of no size.
+        # The right shape, without memory.
         shape = empty.get_submodule(module).weight.shape
         tensors[f"{module}.weight"] = torch.zeros((), dtype=config.dtype).expand(shape)
     tied = config.tie_word_embeddings
@@ -50,7 +50,7 @@ def load_converted(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def load_converted_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a folder, as it was written: classes of model types would make another one of it."""
+    """Load the tokenizer of a folder as it was written: the tokenizer classes of model types would change it."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -22,7 +22,6 @@ from polydraft.errors import FailureError, UsageError, first_line, shown
 from polydraft.models.heads.feature_head import ENDLESS, FeatureHead, HeadShape, TapNorm
 from polydraft.models.heads.foreign_tensors import (
     FIRST,
-    check_tensors,
     drafted_vocabulary,
     layer_shapes,
     layer_weights,
@@ -31,7 +30,7 @@ from polydraft.models.heads.foreign_tensors import (
     shapes_of,
     weight_files,
 )
-from polydraft.models.heads.head_folder import Target, checked_shape, installed, new_head
+from polydraft.models.heads.head_folder import Target, check_tensors, checked_shape, installed, new_head
 from polydraft.models.hf import HFModel
 
 _MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -40,6 +39,8 @@ _STEADY_ROPE = ("default", "linear", "llama3", "yarn")
 _KINDS = ("dflash", "eagle3", "mtp", "peagle")
 """Types of speculators that can be loaded."""
 _MOST_LAYERS = 64
+_OPTIONAL = ("embed_tokens.weight", "t2d")
+"""Tensors that may be missing: the target has the first, and d2t says the same as the second. All drafts may have d2t."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,7 +121,7 @@ class Format:
         _check_taps(shape, target, name)
         expected = self.expected(config, shape, target.vocab_size)
         try:
-            check_tensors(found, expected)
+            check_tensors(found, expected, optional=_OPTIONAL if "d2t" in expected else (*_OPTIONAL, "d2t"))
         except ValueError as error:
             raise _unreadable(name, str(error)) from None
         return shape, files, expected

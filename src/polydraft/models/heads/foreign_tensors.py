@@ -49,19 +49,6 @@ def loaded(files: list[Path]) -> dict[str, Tensor]:
     return {_name(name): tensor for file in files for name, tensor in load_file(file).items() if not name.endswith(_NOT_READ)}
 
 
-def check_tensors(found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]]) -> None:
-    """Refuse a head that lacks tensors, has others or has them in other shapes: a `ValueError` says which."""
-    for name, shape in expected.items():
-        if name not in found:
-            if name in ("embed_tokens.weight", "t2d"):  # the target has the one, and d2t says the same as the other
-                continue
-            raise ValueError(f"{name} is missing")
-        if found[name] != shape:
-            raise ValueError(f"{name} has the shape {list(found[name])}, where config and target ask for {list(shape)}")
-    if others := sorted({*found} - {*expected, "d2t"}):
-        raise ValueError(f"{others[0]} is not part of it")
-
-
 def layer_shapes(shape: HeadShape, layer: str, reads: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a layer's tensors."""
     size, queries, keys = shape.hidden_size, shape.num_heads * shape.head_size, shape.num_key_heads * shape.head_size

@@ -1,4 +1,4 @@
-"""What drafts that read the target's hidden states have in common, whatever their layers are."""
+"""The interface of drafts that read the target's hidden states."""
 
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING

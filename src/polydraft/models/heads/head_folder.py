@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,13 +36,19 @@ def check_header(file: Path, expected: Mapping[str, torch.Tensor]) -> None:
     OSError, SafetensorError
         If the file cannot be read.
     """
-    found = shapes_in(file)
-    for name, tensor in expected.items():
-        if name not in found:
+    check_tensors(shapes_in(file), {name: tuple(tensor.shape) for name, tensor in expected.items()})
+
+
+def check_tensors(
+    found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()
+) -> None:
+    """Refuse tensors of other names or shapes than expected: a `ValueError` names the first one. Some are `optional`."""
+    for name, shape in expected.items():
+        if name not in found and name not in optional:
             raise ValueError(f"{name} is missing")
-        if found[name] != tuple(tensor.shape):
-            raise ValueError(f"{name} has the shape {list(found[name])}, where config.json asks for {list(tensor.shape)}")
-    if others := sorted({*found} - {*expected}):
+        if name in found and found[name] != shape:
+            raise ValueError(f"{name} has the shape {list(found[name])}, where config.json asks for {list(shape)}")
+    if others := sorted({*found} - {*expected, *optional}):
         raise ValueError(f"{others[0]} is not part of it")
 
 

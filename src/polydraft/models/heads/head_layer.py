@@ -20,7 +20,7 @@ class HeadLayer(nn.Module):
     ----------
     shape : HeadShape
     reads : int, optional
-        Size of what queries, keys and values are made of; if not given they are made of hidden states, normed by the layer.
+        Width of the input of queries, keys and values; if not given, that is the hidden states, normed by the layer.
     """
 
     def __init__(self, shape: "HeadShape", reads: int | None = None) -> None:
