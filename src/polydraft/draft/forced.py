@@ -11,7 +11,7 @@ from polydraft.draft.drafter import Drafter
 from polydraft.draft.gram_options import GramTreeOptions, RiderOptions
 from polydraft.draft.grams import GramTree
 from polydraft.draft.tree_drafter import Combination, TreeDrafter
-from polydraft.ngrams import GramCache, GramMemory, GramOptions
+from polydraft.ngrams import GramCache, GramMemory
 from polydraft.ngrams.cache import Match, Way
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.grammar import GrammarProcessor
@@ -73,9 +73,6 @@ class ForcedCache(GramCache):
     """What the grammar of a text forces, see `SamplingParams.grammar`."""
 
     name = NAME
-
-    def __init__(self) -> None:
-        super().__init__(GramOptions())
 
     def open(self) -> _ForcedMemory:
         """Return the memory of a new text."""

@@ -1,18 +1,19 @@
 """Static trees by load: rounds of a batch have the tree that brings most tokens over time, on a GPU."""
 
 from collections.abc import Hashable, Mapping, Sequence
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from polydraft.draft.source import DistributionSource
-from polydraft.draft.static_builder import StaticBuilder
+from polydraft.draft.static_builder import DrawOptions, StaticBuilder
 from polydraft.draft.static_plan import LevelPlan, TreePlan, plan_passes
 from polydraft.draft.tree_choice import TreeChoice
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.transfers import assign
 from polydraft.trees import Topology
-from polydraft.verify import SCHEMES, Scheme
+from polydraft.verify import SCHEMES
 
 
 class LoadBuilder(StaticBuilder):
@@ -35,11 +36,9 @@ class LoadBuilder(StaticBuilder):
         choice: TreeChoice,
         params: RowParams,
         vocab_size: int,
-        *,
-        scheme: str | Scheme = "auto",
-        draft_temperature: float | None = None,
+        **options: Unpack[DrawOptions],
     ) -> None:
-        super().__init__(source, choice.trees[-1], params, vocab_size, scheme=scheme, draft_temperature=draft_temperature)
+        super().__init__(source, choice.trees[-1], params, vocab_size, **options)
         self._choice, self._limits = choice, False
         """`_limits`: whether rehearsed rounds are such as have limited rows."""
         self._plans = [plan_passes(tree, source.device, source.lead) for tree in choice.trees]

@@ -1,7 +1,7 @@
 """Trees of one static shape, drawn level by level."""
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import ClassVar, TypedDict
 
 import torch
 from torch import Tensor
@@ -74,6 +74,13 @@ def plant_largest(
     weights_RV = (scores_RV - (scores_RV.amax(-1, keepdim=True) - RANKED_NATS)).clamp_(min=0)
     columns_RK = _TOP.draw(weights_RV, weights_RV.new_empty(len(weights_RV), nodes_GK.shape[1]))
     plant_columns.reference(columns_RK.view(len(tokens_BN), -1), nodes_GK, tokens_BN, vocabulary)
+
+
+class DrawOptions(TypedDict, total=False):
+    """Keyword arguments of `StaticBuilder`."""
+
+    scheme: str | Scheme
+    draft_temperature: float | None
 
 
 class StaticBuilder(DistributionBuilder):

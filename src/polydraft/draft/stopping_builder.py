@@ -1,17 +1,17 @@
 """Static trees of which rows draw only a part: none while drafting does not pay, or fewer levels by a decision."""
 
 from abc import ABC, abstractmethod
+from typing import Unpack
 
 import torch
 from torch import Tensor
 
 from polydraft.draft.policy import RowPolicy
 from polydraft.draft.source import DistributionSource
-from polydraft.draft.static_builder import StaticBuilder
+from polydraft.draft.static_builder import DrawOptions, StaticBuilder
 from polydraft.draft.static_plan import GroupPlan, LevelPlan
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.trees import DraftTree, SlicedMask, Topology
-from polydraft.verify import Scheme
 
 DECISION_OBSTACLE = "the decision model is looked at between levels"
 
@@ -50,12 +50,11 @@ class StoppingBuilder(StaticBuilder):
         params: RowParams,
         vocab_size: int,
         *,
-        scheme: str | Scheme = "auto",
-        draft_temperature: float | None = None,
         decision: Decision | None = None,
         policy: RowPolicy | None = None,
+        **options: Unpack[DrawOptions],
     ) -> None:
-        super().__init__(source, topology, params, vocab_size, scheme=scheme, draft_temperature=draft_temperature)
+        super().__init__(source, topology, params, vocab_size, **options)
         self.decision, self.policy = decision, policy
         self._mask = SlicedMask.of(self.topology, self.source.device)
         self._going_B = torch.ones_like(self._greedy_B)

@@ -1,7 +1,6 @@
 """Drafters by name: trees drawn from a model or a feature head, static or dynamic, alone or beside n-grams."""
 
 import dataclasses
-from typing import TypedDict
 
 import torch
 
@@ -21,7 +20,7 @@ from polydraft.draft.policy import CLOSE, FAIR, Belief, RowPolicy
 from polydraft.draft.session import DraftSession
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.speedup import Costs
-from polydraft.draft.static_builder import DEFAULT_SCHEME, StaticBuilder
+from polydraft.draft.static_builder import DEFAULT_SCHEME, DrawOptions, StaticBuilder
 from polydraft.draft.static_plan import check_tree
 from polydraft.draft.stopping_builder import Decision, StoppingBuilder
 from polydraft.draft.translated_source import TranslatedSource
@@ -161,7 +160,7 @@ class TreeDrafter(Drafter):
     def _static(
         self, source: DistributionSource, tree: Topology, params: RowParams, target: LanguageModel, *, by_load: bool = False
     ) -> StaticBuilder:
-        options: _Options = {"scheme": self.scheme, "draft_temperature": self.draft_temperature}
+        options: DrawOptions = {"scheme": self.scheme, "draft_temperature": self.draft_temperature}
         if by_load:
             assert self.decision is None
             choice = TreeChoice((*smaller_trees(tree), tree), self._timings, len(params))
@@ -182,11 +181,6 @@ class TreeDrafter(Drafter):
             return self.costs or _NOMINAL
         drawn = not params.all_greedy and self.draft_temperature != 0
         return measured_costs(target, self.model, nodes, DEFAULT_SCHEME if drawn else "top")
-
-
-class _Options(TypedDict):
-    scheme: str | Scheme
-    draft_temperature: float | None
 
 
 class Combination(Drafter):

@@ -20,9 +20,6 @@ class Stream(Iterator[TokenEvent]):
         self.engine, self._sequences, self._cancel = engine, list(sequences), cancel
         self._queue: deque[TokenEvent] = deque()
 
-    def __iter__(self) -> "Stream":
-        return self
-
     def __next__(self) -> TokenEvent:
         while not self._queue:
             if self.engine.done:

@@ -47,12 +47,7 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 def cpu_computes_bfloat16() -> bool:
     """Whether this CPU has bfloat16 matrix instructions; emulated, bfloat16 is many times slower than float32."""
-    return cpu_has("amx_bf16", "avx512_bf16", "bf16")
-
-
-def cpu_has(*features: str) -> bool:
-    """Whether this CPU has any of some instruction sets, as far as the system tells."""
-    return not set(features).isdisjoint(" ".join(cpu_facts().values()).split())
+    return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(" ".join(cpu_facts().values()).split())
 
 
 def check_device_map(device_map: str | None, device: str) -> None:

@@ -120,6 +120,9 @@ class GramMemory(ABC):
         """Return up to `width` possible next tokens at a place with their probabilities, best matches first."""
 
 
+_USUAL = GramOptions()
+
+
 class GramCache(ABC):
     """Makes memories of one kind, and holds what they share, such as a corpus."""
 
@@ -129,7 +132,7 @@ class GramCache(ABC):
     longest_match: int = 0
     """Longest match, at the text's end, that a device looks for in the text; 0 if these memories do not search the text."""
 
-    def __init__(self, options: GramOptions) -> None:
+    def __init__(self, options: GramOptions = _USUAL) -> None:
         self._options = options
 
     def tables(self, nodes: int, depth: int, device: torch.device) -> "CorpusTables | None":

@@ -9,7 +9,7 @@ that came true in this very text: of a wrong prediction nothing is proposed afte
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from polydraft.ngrams.cache import GramCache, GramMemory, GramOptions, Match, Way
+from polydraft.ngrams.cache import GramCache, GramMemory, Match, Way
 from polydraft.sampling import SamplingParams
 
 PREDICTION = "prediction"
@@ -132,9 +132,6 @@ class PredictionCache(GramCache):
     """What the request that a text belongs to expects of it, see `SamplingParams.prediction`."""
 
     name = PREDICTION
-
-    def __init__(self) -> None:
-        super().__init__(GramOptions())
 
     def open(self) -> _PredictionMemory:
         """Return the memory of a new text."""
