@@ -100,6 +100,8 @@ GOOD = [
     ),
 ]
 """Form, prompt, text, and what it says."""
+DEEP = "[" * 1500 + "]" * 1500
+"""Python does not read so many levels."""
 BROKEN = [
     ("hermes", "", "a <tool_call> b", [(CONTENT, "a <tool_call> b", -1)]),
     ("hermes", "", '<tool_call>{"name": "weather"}</tool_call>', None),
@@ -123,6 +125,7 @@ BROKEN = [
     ("mistral-args", "", "[TOOL_CALLS]unheard[ARGS]{}", None),
     ("gemma-4", "", "<|tool_call>call:weather{city:}<tool_call|>!", [(CONTENT, "{city:}!", -1)]),
     ("gemma-4", "", "a<|tool_call>call:unheard{}<tool_call|>", [(CONTENT, "a{}", -1)]),
+    ("gemma-4", "", f"<|tool_call>call:weather{{city:{DEEP}}}<tool_call|>!", [(CONTENT, f"{{city:{DEEP}}}!", -1)]),
 ]
 """The same; None where all of it is content."""
 CUTS = GOOD + BROKEN

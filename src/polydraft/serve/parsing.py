@@ -13,8 +13,8 @@ from polydraft.serve.forms import Form
 CONTENT, REASONING, CALL, ARGUMENTS = "content", "reasoning_content", "call", "arguments"
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _JSON_MARKS = frozenset('{}[]:,+-."\t\n\r ')
-_BROKEN_CALLS = (ValueError, KeyError, TypeError, AttributeError)
-"""What transformers, and we, raise where a call is not what a template says."""
+_BROKEN_CALLS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+"""What transformers, and we, raise where a call is not what a template says, or is nested too deeply to be read."""
 
 
 @dataclass(frozen=True, slots=True)
