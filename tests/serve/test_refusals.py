@@ -12,6 +12,10 @@ import polydraft.serve
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 
 
+def tool_with(parameters):
+    return {"type": "function", "function": {"name": "f", "parameters": parameters}}
+
+
 NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "top_k", "seed", "n")
 SCHEMA = {"type": "integer"}
 LOOSE = [
@@ -31,6 +35,8 @@ WRONG = [
     ({"mesages": MESSAGES}, "messages", 400),
     ({"messages": MESSAGES, "temprature": 1}, "temprature", 400),
     ({"messages": MESSAGES, "tools": [{"type": "function"}]}, "tools[0]", 400),
+    ({"messages": MESSAGES, "tools": [tool_with({"type": "array"})]}, "tools[0].parameters.type", 400),
+    ({"messages": MESSAGES, "tools": [tool_with({"type": ["object", "null"]})]}, "tools[0].parameters.type", 400),
     ({"messages": MESSAGES, "tool_choice": "sometimes"}, "tool_choice", 400),
     ({"messages": MESSAGES, "temperature": -1}, "temperature", 400),
     ({"messages": MESSAGES, "temperature": "hot"}, "temperature", 400),

@@ -132,6 +132,8 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
             known = {part for part, value in about.items() if value is not None} <= {"description", "parameters", "strict"}
             if known and _NAME.fullmatch(name) and isinstance(parameters, dict) and isinstance(description, str):
                 parameters = {"type": "object", "properties": {}, **parameters}
+                if parameters["type"] != "object":  # such a call could not be told from content
+                    raise invalid_value(f"{where}.parameters.type", parameters["type"], '"object"')
                 return {"name": name, "description": description, "parameters": parameters}
     names = "with names of up to 64 letters, digits, '_', '-' and '.'"
     raise invalid_value(where, tool, f"{_SHAPE}, or flat as in /v1/responses, {names}")
