@@ -97,6 +97,7 @@ def test_an_answer_that_breaks_off_is_an_error(serving, caplog):
     assert "0.3 seconds" in server.post(CHAT, {**LONG, "stream": True}).text
     eventually(lambda: "0.3 seconds" in caplog.text)
     assert caplog.records[-1].levelno == logging.ERROR
+    assert re.search(r'request_failure_total{.*status="504"} 1\.0', server.service.metrics.text().decode())
 
 
 WRONG = [{"stop": [{"a": "secret"}]}, {"regex": "(secret"}, {"response_format": {"type": "secret"}}, {"user": ["secret"]}]

@@ -34,6 +34,14 @@ def test_metrics_count_what_happened(serving):
     assert float(values["polydraft:num_requests_running"]) == 0 == float(values["polydraft:num_requests_waiting"])
 
 
+def test_prompts_that_are_only_read_count(serving):
+    server = serving()
+    body = {"prompt": "Hello there", "echo": True, "logprobs": 0, "max_tokens": 0, "n": 2}
+    found, text = server.post("/v1/completions", body).json(), server.service.metrics.text().decode()
+    (count,) = re.findall(r"^polydraft:prompt_tokens_total{.*} (.*)$", text, re.MULTILINE)
+    assert float(count) == 2 * found["usage"]["prompt_tokens"] > 0
+
+
 def test_cache_in_use_and_the_process_are_shown(serving):
     server = serving()
 

@@ -68,6 +68,8 @@ class Metrics:
         now, emitted = time.perf_counter(), progress.emitted
         if emitted.token_ids:
             self._observe_tokens(request, progress, now)
+        elif emitted.stop_reason is StopReason.LENGTH:  # a prompt that was read for itself
+            self.prompt_tokens.inc(len(request.sequences[progress.index].prompt))
         if emitted.stop_reason not in (None, StopReason.FAILED):
             self.successes.labels(finished_reason=emitted.stop_reason.value).inc()
             self.whole.observe(now - request.arrived)

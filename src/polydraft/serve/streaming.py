@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import Receive, Scope, Send
 
 from polydraft.errors import PolydraftError
-from polydraft.serve.errors import RequestError, reason_of, send_error
+from polydraft.serve.errors import RequestError, reason_of, send_error, status_of
 from polydraft.serve.protocol import CompletionRequest
 from polydraft.serve.request import Progress, Request
 from polydraft.serve.responses import ResponseBuilder
@@ -88,6 +88,7 @@ class CompletionResponse:
                 _LOGGER.error("request %s failed", scope["state"]["request_id"], exc_info=error)
             if begun:
                 scope["state"]["level"] = logging.ERROR  # the status, which is already sent, says 200
+                self._service.metrics.failures.labels(status=status_of(error)).inc()
                 await self._send(send, _framed([builder.failure(error)]))
                 await send(_END)
             else:
