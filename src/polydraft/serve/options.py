@@ -44,7 +44,7 @@ class ServeOptions:
     slots: int = 8
     """Texts to generate at the same time."""
     other_slots: int | None = None
-    """Further slots, for texts with a grammar, without speculation or with their own tree  [default: as many as --slots]."""
+    """Further slots, for texts with a grammar, prediction or own tree, or without drafts  [default: as many as --slots]."""
     own_trees: bool = True
     """Let requests choose trees of their own, and reserve room for them."""
     slot_tokens: int | None = None
