@@ -7,6 +7,7 @@ import dataclasses
 import logging
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -32,6 +33,8 @@ _TRAINING = "2 to 2.5 times plain decoding for a 1.5B model, after 12 minutes on
 """What a head gives and takes: log 40."""
 _SPARE = 0.7
 """Of the free memory, what a copy may take: texts need some too."""
+_CONTAINER = Path("/sys/fs/cgroup")
+"""Where Linux tells a container's limits."""
 
 
 def leaves_drafting_open(options: LoadOptions) -> bool:
@@ -143,6 +146,18 @@ def free_bytes(device: torch.device) -> int | None:
     try:
         with open("/proc/meminfo", encoding="ascii") as file:
             lines = dict(line.split(":", 1) for line in file)
-        return int(lines["MemAvailable"].split()[0]) * 1024
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, LookupError):
+        return None
+    left = _left_in_container()
+    return free if left is None else min(free, left)
+
+
+def _left_in_container() -> int | None:
+    """Return how many bytes a container's limit leaves, which the system's own figures do not know; None without a limit."""
+    try:
+        limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
+        return max(limit - used + int(stat["inactive_file"]), 0)  # files that were read give way
     except (OSError, ValueError, LookupError):
         return None
