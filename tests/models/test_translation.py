@@ -114,6 +114,27 @@ def test_a_text_that_grows_is_tokenized_as_if_it_had_been_there(target: str, dra
     assert len(known.sure) > len(tokens) / 2, "what was settled long ago is not done again"
 
 
+@every_pair
+def test_another_text_in_the_same_row_is_tokenized_as_if_it_stood_alone(target: str, draft: str) -> None:
+    """A line of the last text ended where this one goes on with spaces."""
+    translation, encode = pair(target, draft).translation, TOKENIZERS[target].encode
+    known = translation.translate(encode("  x\nxy"), Translated())
+    for text in ("  x\n  x", "  x\n\n\tx", "  x\nxz", "  x\n", "  x"):
+        assert translation.translate(encode(text), known).ids == translation.translate(encode(text), Translated()).ids
+
+
+@pytest.mark.parametrize("larger", [0, 1])
+def test_tokens_that_a_model_has_no_row_for_are_not_shared(larger: int) -> None:
+    """Some checkpoints have a token for padding that was added to the tokenizer alone."""
+    both, names = (TOKENIZERS["bytes"], TOKENIZERS["pieces"]), ["bytes", "pieces"]
+    sizes = [max(tokenizer.get_vocab().values()) + 1 - (number == larger) for number, tokenizer in enumerate(both)]
+    target, own = (TabularModel(torch.zeros(1, 1).expand(1, size), name=name) for size, name in zip(sizes, names, strict=True))
+    made = translated(own, both, ((), ()), target)
+    lost = both[larger].added_tokens_decoder[sizes[larger]].content
+    assert max(made.shared) < sizes[0] and max(made.shared.values()) < sizes[1] and lost in SPECIAL
+    assert made.head(torch.zeros(1, sizes[1])).shape == (1, len(made.shared)) and len(made.own_X) == sizes[0] + 1
+
+
 def test_characters_begun_are_spelled_by_bytes() -> None:
     tokenizer = TOKENIZERS["bytes"]
     translation = pair("bytes", "pieces").translation

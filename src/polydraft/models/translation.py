@@ -93,7 +93,9 @@ class Translation:
 
     def translate(self, text: Sequence[int], known: Translated) -> Translated:
         """Return a text in the draft's tokens; `known` is one that may begin like it."""
-        if list(text[: len(known.sure)]) != known.sure:
+        # A line was cut off because no white space followed: of another text, some may.
+        following = self._spelled.get(text[len(known.sure)], b"") if len(known.sure) < len(text) else b""
+        if list(text[: len(known.sure)]) != known.sure or (known.anchor == _LINE and following[:1].isspace()):
             known = Translated()
         begun = int(len(text) > 0 and text[0] == self._first)
         """Where what was written begins."""
@@ -195,7 +197,9 @@ def translated(
     target : LanguageModel
     """
     ours, theirs = spelling_of(tokenizers[0], target.name), spelling_of(tokenizers[1], model.name)
-    shared = shared_tokens(ours, theirs, *ends)
+    # Tokens that were added to a tokenizer alone have no place in the model's tables.
+    both = shared_tokens(ours, theirs, *ends).items()
+    shared = {token: other for token, other in both if token < target.vocab_size and other < model.vocab_size}
     check_share(len(shared), len(ours.bytes_of), target.name, model.name)
     logger.info(
         "draft %s has another tokenizer: it shares %.0f %% of the target's tokens (%d of %d), and proposes these",
