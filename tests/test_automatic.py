@@ -12,6 +12,7 @@ import polydraft
 from polydraft import automatic
 from polydraft.automatic import automatic_draft
 from polydraft.defaults import default_draft
+from polydraft.errors import UsageError
 from polydraft.loading import load_with
 from polydraft.models.heads.known import remember_draft
 from polydraft.models.int8_copy import Int8Copy
@@ -77,6 +78,20 @@ def test_a_head_beside_the_target_is_found(tmp_path: Path, monkeypatch: pytest.M
     assert default_draft(str(file)) == str(tmp_path / "other-head")
     shutil.move(tmp_path / "mine-head", target / "head")
     assert default_draft(str(target)) == str(target / "head")
+
+
+def test_a_head_that_does_not_fit_is_passed_over_with_a_line(
+    roomy: str, tmp_path: Path, said: pytest.LogCaptureFixture
+) -> None:
+    target = shutil.copytree(roomy, tmp_path / "mine")
+    shutil.copytree(SHIPPED, target / "head")
+    (target / "other").mkdir()
+    (target / "other" / "config.json").write_text('{"speculators_model_type": "of tomorrow"}')
+    assert isinstance(polydraft.load(str(target), dtype="float32").drafter.model, Int8Copy)
+    passed_over = [one.message for one in said.records if "has a head that cannot draft" in one.message]
+    assert len(passed_over) == 2 and "of size 576" in passed_over[0] and "of tomorrow" in passed_over[1]
+    with pytest.raises(UsageError, match="reads hidden states of size 576"):
+        polydraft.load(str(target), str(target / "head"))
 
 
 def test_a_head_that_was_trained_for_the_target_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from polydraft import loading
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, PolydraftError, UsageError
+from polydraft.models.finding import check_draft_name
 from polydraft.models.heads.head_folder import TargetSizes
 from polydraft.models.heads.known import known_draft, shipped_layers
 from polydraft.models.heads.mtp import MtpHead
@@ -198,7 +199,7 @@ BAD: dict[str, tuple[Change, type[PolydraftError], str]] = {
     "another size": (
         weighted(eh_proj=torch.zeros(16, 32)),
         UsageError,
-        "shape of enorm is [32]" if False else "[16, 32], not [32, 64]",
+        "shape of eh_proj is [16, 32], not [32, 64]",
     ),
     "another vocabulary": (weighted(shared_head__head=torch.zeros(9, HIDDEN)), UsageError, "[9, 32], not [96, 32]"),
     "a part missing": (weighted(hnorm=None), FailureError, "lack hnorm or"),
@@ -230,6 +231,22 @@ def test_bad_layers_are_refused_in_one_line_before_the_target_is_loaded(
     assert message in str(caught.value) and "\n" not in str(caught.value) and not any(capfd.readouterr())
     # What cannot draft does not stand in the way of a target that was asked for without a draft.
     assert known_draft(str(tmp_path)) is None
+
+
+def test_layers_on_a_hub_are_judged_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = build(MTP_CASES["glm4_moe"])
+    indexed(write(parts, tmp_path))
+    (tmp_path / "model.safetensors").unlink()
+    sizes = TargetSizes(name="org/model", config=parts.model.config)
+    for place in ("heads.known", "finding"):
+        monkeypatch.setattr(f"polydraft.models.{place}.checkpoint_folder", lambda name: tmp_path)
+        monkeypatch.setattr(f"polydraft.models.{place}.target_sizes", lambda name: sizes)
+    assert known_draft("org/model") == "mtp"
+    check_draft_name("mtp", "org/model")
+    sizes.config.quantization_config = {"quant_method": "fp8"}
+    assert known_draft("org/model") is None and "quantised by fp8" in shipped_layers("org/model")[1]
+    with pytest.raises(UsageError, match="quantised by fp8"):
+        check_draft_name("mtp", "org/model")
 
 
 def test_a_target_without_any(tmp_path: Path) -> None:

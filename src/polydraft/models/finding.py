@@ -15,7 +15,7 @@ from polydraft.models.gguf.header import read_header
 from polydraft.models.heads.head_folder import TargetSizes
 from polydraft.models.heads.kinds import HEAD_KINDS, HeadKind, kind_of
 from polydraft.models.heads.mtp_folder import NAME as MTP
-from polydraft.models.heads.mtp_folder import mtp_layers
+from polydraft.models.heads.mtp_folder import check_mtp, mtp_layers
 from polydraft.models.inflated import is_inflated
 
 
@@ -112,6 +112,7 @@ def check_draft_name(name: str, target: str) -> None:
         return
     folder, kind = head_place(name, target)
     sizes = None if kind is None else target_sizes(target)
-    here = kind is not HEAD_KINDS.get(MTP) or os.path.isdir(target) or name != MTP  # a hub sends it with the target
-    if kind is not None and sizes is not None and here:
+    if sizes is not None and name == MTP:
+        check_mtp(folder, sizes, name, arriving=not os.path.isdir(target))
+    elif sizes is not None and kind is not None:
         kind.check(folder, sizes, name)

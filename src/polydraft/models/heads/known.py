@@ -1,7 +1,9 @@
 """Which draft is known for a target: one beside it, one that was trained for it here, or what its checkpoint ships."""
 
 import json
+import logging
 import os
+from functools import cache
 from pathlib import Path
 
 from polydraft.errors import PolydraftError
@@ -12,21 +14,37 @@ from polydraft.models.heads.mtp_folder import NAME as MTP
 from polydraft.models.heads.mtp_folder import check_mtp, mtp_layers
 from polydraft.output import cache_root, written_whole
 
+logger = logging.getLogger(__name__)
+
 
 def known_draft(target: str) -> str | None:
     """Return the folder of a head for a target, or mtp for layers among its own weights; None where none is known.
 
     It may be a folder inside the target's own (``head`` is looked at first), or ``NAME-head`` beside the target's folder or
-    GGUF file.
+    GGUF file. What does not fit the target is passed over, and a line says why.
     """
     path = Path(target)
     own = path.with_suffix("") if path.is_file() else path
     near = [own / "head", own.with_name(f"{own.name}-head")] if path.exists() and own.name else []
     inside = sorted(folder.parent for folder in path.glob("*/config.json")) if path.is_dir() else []
-    found = next((folder for folder in (*near, *inside, *_remembered(target)) if kind_of(folder) is not None), None)
-    if found is not None:
-        return str(found)
+    for folder in (*near, *inside, *_remembered(target)):
+        kind = kind_of(folder)
+        sizes = None if kind is None else target_sizes(target)
+        try:
+            if kind is not None and sizes is not None:
+                kind.check(folder, sizes, str(folder))
+        except PolydraftError as error:
+            _say(f"{target} has a head that cannot draft: {error}")
+            continue
+        if kind is not None:
+            return str(folder)
     return MTP if shipped_layers(target)[0] else None
+
+
+@cache
+def _say(line: str) -> None:
+    """Say a thing once, however often a draft is looked for."""
+    logger.info(line)
 
 
 def shipped_layers(target: str) -> tuple[bool, str]:
@@ -37,8 +55,7 @@ def shipped_layers(target: str) -> tuple[bool, str]:
     if folder is None or sizes is None:
         return False, f"config.json promises {promised} MTP layers, but the weights hold none" if promised else "no MTP layers"
     try:
-        if os.path.isdir(target):  # from a hub, they come with the target
-            check_mtp(folder, sizes, target)
+        check_mtp(folder, sizes, target, arriving=not os.path.isdir(target))
     except PolydraftError as error:
         return False, f"MTP layers that cannot draft: {error}"
     return True, f"MTP layers: {number}"

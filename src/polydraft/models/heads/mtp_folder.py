@@ -117,9 +117,14 @@ def mtp_layers(folder: Path) -> tuple[int, int]:
         return 0, 0
 
 
-def check_mtp(folder: Path, target: Target, name: str) -> None:
-    """Refuse MTP layers that are not whole, of a form that is not understood, or for a target of other sizes."""
+def check_mtp(folder: Path, target: Target, name: str, *, arriving: bool = False) -> None:
+    """Refuse MTP layers that are not whole, of a form that is not understood, or for a target of other sizes.
+
+    Those that are `arriving` from a hub come with the target: as long as they are not here, their names are all that is known.
+    """
     files, layer = _first_layer(folder, target, name)
+    if arriving and not all(files.files[theirs].exists() for theirs in layer.values()):
+        return
     with _refusing(name):
         tensors = {part: torch.empty(shape, device="meta") for part, shape in _shapes(files, layer).items()}
     _one_layer(tensors, target, name)
