@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from covering import keeping
 from polydraft.certify.reference import greedy_text
 from polydraft.draft.translated_source import TranslatedSource
 from polydraft.engine import Decoder, Engine
@@ -30,6 +31,7 @@ GREEDY = SamplingParams(temperature=0)
 VARIED = SamplingParams(temperature=10, logit_bias={1: 300.0, 2: 300.0, 3: 300.0})
 """Texts of three letters, about which any draft is often right; its tokenizer joins some of them with what was there."""
 TREES = ["chain:3", "3x2x1"]
+WRONG = ["one token too few", "nothing taken back", "other numbers in trees"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +52,11 @@ CONFIGURATIONS = [
     ),
     TranslatedConfiguration(label="dynamic", drafter="dynamic", scheme="auto"),
     TranslatedConfiguration(label="lookup+model", drafter="lookup+model", scheme="auto", samples=400),
-    TranslatedConfiguration(label="truncated", sampling=SamplingParams(top_p=0.85, repetition_penalty=1.3)),
+    TranslatedConfiguration(
+        label="race block, truncated", scheme="race", walk="block", sampling=SamplingParams(top_p=0.85, repetition_penalty=1.3)
+    ),
 ]
-SLOW = {one.label for one in CONFIGURATIONS} - {"rrs-wor node", "race block", "lookup+model", "truncated"}
+SLOW = {one.label for one in CONFIGURATIONS} - {"lookup+model", "race block, truncated"}
 """How schemes verify what a draft does not know all tokens of is tested with heads; here each is enumerated, below."""
 
 
@@ -150,7 +154,7 @@ def test_the_draft_reads_the_text(monkeypatch: pytest.MonkeyPatch, tree: str, dr
     assert results[0].stats.tokens_per_pass > 1.2, "little was accepted, so little is proven"
 
 
-@pytest.mark.parametrize("wrong", ["one token too few", "nothing taken back", "other numbers in trees"])
+@pytest.mark.parametrize("wrong", keeping(WRONG, "nothing taken back", "other numbers in trees"))
 def test_reading_another_text_is_caught(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     """Texts stay the target's, so that only acceptance and a look at the draft can tell."""
     witness = Witness(monkeypatch)
@@ -179,7 +183,7 @@ def test_a_text_goes_on_in_the_memory_that_it_left(monkeypatch: pytest.MonkeyPat
     assert max(witness.errors) < 1e-4
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", keeping([0.0, 1.0], 1.0))
 def test_rounds_can_be_captured(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
     options: Any = {"sampling": SamplingParams(temperature=temperature), "max_new_tokens": 30, "seed": 3}
     expected = make_decoder(draft=translated_draft()).generate(RAGGED_PROMPTS, **options)
