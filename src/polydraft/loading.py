@@ -13,7 +13,7 @@ from polydraft.devices import is_host
 from polydraft.draft import LOSSY_DRAFTERS, GramTreeOptions, Parts, make_drafter
 from polydraft.draft.tree_drafter import needs_draft
 from polydraft.engine import Decoder
-from polydraft.errors import UsageError
+from polydraft.errors import PolydraftError, UsageError
 from polydraft.models import Head, LanguageModel
 from polydraft.models.finding import check_draft_name
 from polydraft.models.int8_copy import NAME as INT8
@@ -54,7 +54,7 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
     # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
     options.check_used()
     check_device_map(options.device_map, options.device)
-    left_open = options.tree == AUTO
+    asked, left_open = options, options.tree == AUTO
     if isinstance(options.target, str):
         options = resolved(options, batch=batch, temperature=temperature)
         place = resolve_device(options.device)
@@ -73,10 +73,17 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
         _check_place(options, loaded)
         options = _resolved(options, loaded.model.device, loaded.model.dtype)
     _say_defaults(loaded, options.generation_config)
+    draft: LanguageModel | Head | None = None
+    try:
+        if options.draft != AUTO:
+            draft = load_draft(options.draft, loaded)
+    except PolydraftError as error:  # such as one that reads tables which are spread over devices
+        if asked.draft != AUTO or not left_open:
+            raise
+        logger.info("%s has a head that cannot draft: %s", loaded.model.name, error)
+        options = dataclasses.replace(options, draft=AUTO if leaves_drafting_open(asked) else NONE)
     if options.draft == AUTO:
         options, draft = automatic_draft(options, loaded)
-    else:
-        draft = load_draft(options.draft, loaded)
     return make_decoder(options, loaded, draft, pauses=left_open and options.device_map != TENSOR_PARALLEL)
 
 

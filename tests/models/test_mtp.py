@@ -250,6 +250,21 @@ def test_layers_on_a_hub_are_judged_by_their_names(tmp_path: Path, monkeypatch: 
         check_draft_name("mtp", "org/model")
 
 
+@pytest.mark.parametrize("device_map", [None, "auto"])
+def test_layers_that_nobody_asked_for_do_not_stand_in_the_way_of_a_spread_target(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, device_map: str | None
+) -> None:
+    caplog.set_level("INFO", logger="polydraft")
+    words(write(build(MTP_CASES["mimo"]), tmp_path))
+    monkeypatch.setattr("polydraft.models.hf.spread_obstacle", lambda model: "its layers are on several devices")
+    decoder = polydraft.load(str(tmp_path), device_map=device_map)
+    assert decoder.drafter.name == ("none" if device_map else "suffix")
+    assert "has a head that cannot draft: MTP layers read the tables" in caplog.text
+    for asked in ({"draft": "mtp"}, {"tree": "3x2"}):
+        with pytest.raises(UsageError, match="its layers are on several devices; use a draft model"):
+            polydraft.load(str(tmp_path), device_map=device_map, **asked)
+
+
 def test_a_target_without_any(tmp_path: Path) -> None:
     model = build(MTP_CASES["mimo"]).model
     model.save_pretrained(tmp_path)
