@@ -4,17 +4,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import polydraft
 from polydraft import operations
 from polydraft.advice import WAYS
 from polydraft.draft import DRAFTERS
 from polydraft.models import FAMILIES
+from polydraft.models.heads.head_folder import new_head, save_head
 from polydraft.models.hf import HFModel
 from polydraft.options import LoadOptions
 from polydraft.profile import Pick, Profile, origin_of
 from polydraft.verify import SCHEMES
+from stand_in import head_shape
 
 
 def test_info_lists_everything_that_can_be_chosen(invoke) -> None:
@@ -168,11 +170,15 @@ def test_a_gguf_file_is_known_by_its_header(about, tmp_path: Path, monkeypatch: 
     assert not (tmp_path / "cache" / "gguf").exists()
 
 
-def test_a_head_is_found(about, roomy: str, tmp_path: Path) -> None:
-    folder = shutil.copytree(roomy, tmp_path / "mine")
-    shutil.copytree(SHIPPED, tmp_path / "mine-head")
+def test_a_head_is_found_if_it_fits(about, roomy: str, tmp_path: Path) -> None:
+    folder, beside = shutil.copytree(roomy, tmp_path / "mine"), tmp_path / "mine-head"
+    shutil.copytree(SHIPPED, beside)
     told = about(folder)
-    assert told["found"]["draft"] == told["auto"]["draft"] == str(tmp_path / "mine-head")
+    assert told["found"]["draft"] is None and told["auto"]["draft"] == "int8"
+    target = HFModel(AutoModelForCausalLM.from_pretrained(roomy))
+    save_head(new_head(head_shape(target, mlp_size=32, window=64), target, None, "head"), beside, "", {})
+    told = about(folder)
+    assert told["found"]["draft"] == told["auto"]["draft"] == str(beside)
     assert told["auto"]["tree"] == "dynamic:8" and "beside" in told["auto"]["why"]
 
 
