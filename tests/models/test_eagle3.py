@@ -40,6 +40,7 @@ from polydraft.models.heads.feature_head import TapNorm
 from polydraft.models.heads.head_export import export_speculators
 from polydraft.models.heads.head_folder import TargetSizes, new_head
 from polydraft.models.heads.kinds import HEAD_KINDS, kind_of
+from polydraft.models.heads.known import known_draft
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.sampling import PartialVocabulary, SamplingParams
@@ -266,9 +267,11 @@ def test_heads_are_refused_before_the_target_is_loaded(
     monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("the target was loaded"))
     config = config_of()
     configured(hidden_size=64)(write(tmp_path / "eagle", config, weights_of(config)))
-    for draft in ("auto", str(tmp_path / "eagle")):  # one that lies in the target's folder is found there
-        with pytest.raises(UsageError, match="hidden states of size 64"):
-            loading.load(str(tmp_path), draft)
+    with pytest.raises(UsageError, match="hidden states of size 64"):
+        loading.load(str(tmp_path), str(tmp_path / "eagle"))
+    assert known_draft(str(tmp_path)) is None  # one that nobody named is passed over
+    write(tmp_path / "eagle", config, weights_of(config))
+    assert known_draft(str(tmp_path)) == str(tmp_path / "eagle")
 
 
 def test_a_name_on_a_hub(target: HFModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
