@@ -55,7 +55,7 @@ def test_without_a_draft_it_does_what_load_does(copied, caplog, monkeypatch):
     for _ in range(2):
         assert torch.equal(target().generate(**batch, **settings, custom_generate=custom), plain)
     (line,) = [one.message for one in caplog.records if "no draft" in one.message]
-    assert ("its own weights in int8 draft" if copied else "somebody else's: n-grams of the text draft") in line
+    assert ("its own weights in int8 draft" if copied else "somebody else's, so n-grams of the text draft") in line
     assert torch.equal(target().generate(**batch, **settings, custom_generate=Speculate(tree="3x2x1")), plain)
     assert torch.equal(target().generate(**batch, **settings, custom_generate=Speculate(ngrams="lookup")), plain)
     assert len([one for one in caplog.records if "no draft" in one.message]) == 1

@@ -301,13 +301,7 @@ class Decoder:
     def with_defaults(self, params: SamplingParams, prompt: Sequence[int], *, draws: bool = True) -> SamplingParams:
         """Return sampling parameters with what the model's own settings say where they say nothing.
 
-        Parameters
-        ----------
-        params : SamplingParams
-        prompt : sequence of int
-            Token ids of the text that is continued.
-        draws : bool
-            Whether tokens are drawn at temperatures above 0, as beam search never does.
+        `prompt` is what the text continues. Beam search never draws, so what only sampling uses is left out there (`draws`).
         """
         return params if self.defaults is None else self.defaults.fill(params, len(prompt), draws=draws)
 
