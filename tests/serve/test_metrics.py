@@ -52,7 +52,7 @@ def test_cache_in_use_and_the_process_are_shown(serving):
 
     assert value("polydraft:kv_cache_usage_perc") == 0 < value("polydraft:cache_reserved_bytes")
     with ThreadPoolExecutor(1) as pool:
-        asked, used = pool.submit(server.post, CHAT, LONG), [0.0]
+        asked, used = pool.submit(server.post, CHAT, {**LONG, "max_tokens": 150}), [0.0]
         while not asked.done():
             used.append(value("polydraft:kv_cache_usage_perc"))
             time.sleep(0.01)  # else the server waits for this thread

@@ -240,7 +240,7 @@ def test_reasoning_is_apart_from_content(templated):
         (
             "hermes",
             {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": 5}}}], "tool_choice": "required"},
-            "cannot be used",
+            "tools[0].parameters.type=5 is invalid",
         ),
         ("hermes", {"messages": [{"role": "assistant", "tool_calls": [{"id": 1}]}]}, "messages[0].tool_calls[0]"),
         ("hermes", {"messages": [{"role": "tool", "content": "x", "tool_call_id": 1}]}, "messages[0].tool_call_id"),
