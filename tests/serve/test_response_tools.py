@@ -84,7 +84,8 @@ def joined(response):
     items = response["output"]
     content, reasoning = ("".join(text_of(one) for one in items if one["type"] == kind) for kind in ("message", "reasoning"))
     calls = [(one["name"], one["arguments"]) for one in items if one["type"] == "function_call"]
-    reason = "length" if response["status"] == "incomplete" else "tool_calls" if calls else "stop"
+    called = calls and all(one["status"] == "completed" for one in items if one["type"] == "function_call")
+    reason = "length" if response["status"] == "incomplete" else "tool_calls" if called else "stop"
     return content, reasoning, calls, reason
 
 
