@@ -1,6 +1,7 @@
 """What a GPU gives end to end: texts one at a time, in batches, and against Hugging Face's. `benchmarks/gpu.py` runs it."""
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -30,8 +31,8 @@ _WARM = 3
 
 def end_to_end(options: argparse.Namespace) -> dict[str, float]:
     """Decode prompts one at a time, arms in turn, against our plain decoding; Hugging Face decodes the first few."""
-    usual = polydraft.load(options.target, device="cuda")
-    head = load_draft("smollm2-head", Loaded(usual.target, usual.tokenizer, usual.eos_token_ids))
+    usual = polydraft.load(options.target, options.draft, device="cuda")
+    head = load_draft(options.draft, Loaded(usual.target, usual.tokenizer, usual.eos_token_ids))
     texts = sample_prompts(options.prompts, options.limit)
     before = usual.encode("\n\n".join(texts) * (1 + options.context // 500))[: options.context] if options.context else []
     prompts = [before + usual.encode(text, chat=True) for text in texts]
@@ -49,23 +50,32 @@ def end_to_end(options: argparse.Namespace) -> dict[str, float]:
                 decoder.generate(prompt, sampling=sampling, max_new_tokens=128, seed=0)
         print(f"T={temperature:g}: warming up took {time.perf_counter() - start:.1f} s", flush=True)
         stats: dict[str, list[Stats]] = {name: [] for name in arms}
+        waited: dict[str, list[float]] = {name: [] for name in arms}
         found_texts: dict[str, list[list[int]]] = {name: [] for name in arms}
         for seed, prompt in enumerate(prompts):
             for name, decoder in arms.items():
+                start = time.perf_counter()
                 result = decoder.generate(prompt, sampling=sampling, max_new_tokens=128, seed=seed)
+                waited[name].append(time.perf_counter() - start)
                 stats[name].append(result.stats)
                 found_texts[name].append(result.token_ids)
         for name, found in stats.items():
             rate, low, high = speed_up(found, stats["plain"])
+            whole = speedup_interval(paired(found, waited[name], stats["plain"], waited["plain"]))
+            first = statistics.median(one.first_token_seconds or 0.0 for one in found)
             tokens, passes = sum(one.new_tokens for one in found), sum(one.passes for one in found)
             seconds = sum(one.decode_seconds for one in found)
             rows |= {f"T={temperature:g} {name}": tokens / seconds, f"T={temperature:g} {name} ratio": rate}
+            rows |= {f"T={temperature:g} {name} with prompts": tokens / sum(waited[name])}
+            rows |= {f"T={temperature:g} {name} ratio with prompts": whole[0], f"T={temperature:g} {name} first token": first}
             same = sum(one == two for one, two in zip(found_texts[name], found_texts["plain"], strict=True))
             alike = f"  {same} of {len(prompts)} texts as plain" if temperature == 0 else ""
             print(
                 f"T={temperature:g} {name:14} {tokens / seconds:7.1f} tokens/s  {rate:5.2f}x plain ({low:.2f} to {high:.2f})  "
                 f"{tokens / passes:5.2f} tokens/pass  {1e3 * seconds / passes:6.2f} ms/pass  "
-                f"{100 * sum(one.replayed_rounds for one in found) / passes:3.0f} % replayed{alike}",
+                f"{100 * sum(one.replayed_rounds for one in found) / passes:3.0f} % replayed{alike}\n"
+                f"    with prompts  {tokens / sum(waited[name]):7.1f} tokens/s  {whole[0]:5.2f}x plain "
+                f"({whole[1]:.2f} to {whole[2]:.2f})  first token after {1e3 * first:.1f} ms (median)",
                 flush=True,
             )
         timed = [hf_generate(usual.target.hf_model, prompt, temperature) for prompt in prompts[: options.hugging_face]]
@@ -81,9 +91,14 @@ def end_to_end(options: argparse.Namespace) -> dict[str, float]:
 
 def speed_up(arm: list[Stats], plain: list[Stats]) -> tuple[float, float, float]:
     """Return the ratio of two arms' tokens per second, and its 95 % interval over prompts."""
-    pairs = zip(arm, plain, strict=True)
-    rows = [(one.new_tokens, one.decode_seconds, other.new_tokens, other.decode_seconds) for one, other in pairs]
-    return speedup_interval(np.array(rows))
+    seconds = [[one.decode_seconds for one in found] for found in (arm, plain)]
+    return speedup_interval(paired(arm, seconds[0], plain, seconds[1]))
+
+
+def paired(arm: list[Stats], arm_seconds: list[float], plain: list[Stats], plain_seconds: list[float]) -> np.ndarray:
+    """Return tokens and seconds of both arms, a row per prompt."""
+    columns = [one.new_tokens for one in arm], arm_seconds, [one.new_tokens for one in plain], plain_seconds
+    return np.array(columns).T
 
 
 def drafter_of(spec: str, head: FeatureHead, plain: Decoder) -> Drafter:
