@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from polydraft.options import LoadOptions
     from polydraft.sampling import Grammar, SamplingParams
 
-__version__ = "0.1.0"
+__version__ = "0.3.0"
 
 _HOMES = {
     "BeamDecoder": "beam",
