@@ -204,7 +204,7 @@ def main() -> None:
     parser.add_argument("--draft", default="auto")
     parser.add_argument("--tree", default="auto")
     parser.add_argument("--prompts", default="builtin")
-    parser.add_argument("--temperature", type=float, default=0.7)
+    parser.add_argument("--temperatures", type=float, nargs="*", default=[0.7])
     parser.add_argument("--streams", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4, 16, 64])
     parser.add_argument("--slots", type=int, help="of the scheduler; as many as there are streams otherwise")
     parser.add_argument("--tokens", type=int, default=96)
@@ -219,15 +219,19 @@ def main() -> None:
     texts = [decoder.encode(prompt.text, chat=True) for prompt in load_prompts(options.prompts, 64)]
     prompts = [text for text in texts if len(text) + 2 * options.tokens < LONGEST]
     print(f"loaded in {time.perf_counter() - start:.1f} s; {decoder.drafter.name} {decoder.drafter.topology}", flush=True)
-    found: dict[str, Any] = {}
-    if options.only in (None, "batches"):
-        found |= batches(options, decoder, prompts)
-    if options.only in (None, "streams"):
-        found |= asyncio.run(streams(options, decoder, prompts))
-    if options.only == "overhead":
-        found |= overhead(options, decoder, prompts)
-    if options.out is not None:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+    found: dict[str, dict[str, Any]] = {}
+    for temperature in options.temperatures:
+        options.temperature = temperature
+        print(f"T={temperature:g}", flush=True)
+        rows = found[f"T={temperature:g}"] = {}
+        if options.only in (None, "batches"):
+            rows |= batches(options, decoder, prompts)
+        if options.only in (None, "streams"):
+            rows |= asyncio.run(streams(options, decoder, prompts))
+        if options.only == "overhead":
+            rows |= overhead(options, decoder, prompts)
+        if options.out is not None:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":
