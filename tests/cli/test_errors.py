@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from polydraft.cli.main import run
+
 USAGE = {
     "unknown scheme": (["--scheme", "rrs-war"], "unknown scheme 'rrs-war'; did you mean 'rrs-wr'"),
     "unknown tree": (["--tree", "bush"], "unknown tree 'bush'"),
@@ -151,3 +153,11 @@ def test_a_target_without_a_draft_says_what_would_help(invoke, tiny: str) -> Non
     assert all(word in lines[0] for word in ("own weights in int8 draft", "--draft none", "polydraft train head"))
     for asked in (["--draft", "none"], ["--drafter", "suffix"], ["--draft", "early-exit:1"], ["--tree", "none"]):
         assert "no draft" not in invoke("generate", "abc", "--raw", "--target", tiny, "--max-new-tokens", "3", *asked)[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"), [("generat", "did you mean 'generate'?"), ("xyz", "allowed: analyze, batch, bench")]
+)
+def test_unknown_commands_name_what_there_is(capsys, name, remedy):
+    assert run([name]) == 2
+    assert f"unknown command {name!r}; {remedy}" in capsys.readouterr().err

@@ -72,7 +72,12 @@ def test_a_hub_that_is_found_is_asked(endpoint, asked, monkeypatch):
 
 @pytest.mark.parametrize(
     ("name", "message"),
-    [(" ", "empty draft name"), ("~/none", "no such folder"), ("./none", "no such folder")],
+    [
+        (" ", "empty draft name"),
+        ("~/none", "no such folder"),
+        ("./none", "no such folder"),
+        (__file__, "is a file, but none in"),
+    ],
 )
 def test_what_cannot_be_a_name_is_refused(name, message):
     with pytest.raises(UsageError, match=f"{message}.*allowed: this"):

@@ -7,6 +7,7 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
@@ -43,6 +44,13 @@ class _LazyGroup(click.Group):
         room = "lab.commands" if cmd_name in _OF_THE_LABORATORY else "cli"
         command: click.Command = import_module(f"polydraft.{room}.{cmd_name}").command
         return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
+            near = get_close_matches(args[0], _COMMANDS, 1)
+            allowed = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(sorted(_COMMANDS))}"
+            raise click.UsageError(f"unknown command {args[0]!r}; {allowed}", ctx)
+        return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

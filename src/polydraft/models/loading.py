@@ -53,7 +53,8 @@ def check_name(kind: str, name: str, allowed: str) -> None:
     if not name.strip():
         raise UsageError(f"empty {kind} name; allowed: {allowed}")
     if name.startswith((".", "/", "~")) and not os.path.isdir(name):  # surely a path
-        raise UsageError(f"cannot load {kind} {name!r}: there is no such folder; allowed: {allowed}")
+        what = "it is a file, but none in the GGUF format" if os.path.isfile(name) else "there is no such folder"
+        raise UsageError(f"cannot load {kind} {name!r}: {what}; allowed: {allowed}")
 
 
 @dataclass(frozen=True)
