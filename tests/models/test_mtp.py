@@ -130,6 +130,23 @@ def test_it_is_found_by_itself(case: str, tmp_path: Path, invoke: Callable[..., 
     assert code == 0 and "mtp; MTP layers: 1" in said and "draft mtp" in said and "its checkpoint ships them" in said
 
 
+def test_of_several_layers_the_first_drafts_which_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parts = build(MTP_CASES["glm4_moe"])
+    folder = write(parts, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    first = "model.layers.3."
+    second = {
+        name.replace(first, "model.layers.4."): weight.flip(0).contiguous() for name, weight in weights.items() if first in name
+    }
+    save_file({**weights, **second}, folder / "model.safetensors", {"format": "pt"})
+    assert shipped_layers(str(folder)) == (True, "MTP layers: 2, of which the first drafts")
+    caplog.set_level("INFO", logger="polydraft")
+    head = load_mtp(folder, HFModel(parts.model, "target", native=False, trusted=True), None, "theirs")
+    assert "theirs has 2 MTP layers, of which the first drafts, at every depth" in caplog.text
+    features, tokens = features_and_tokens()
+    torch.testing.assert_close(chain(head, features, tokens), parts.chain(features, tokens), **CLOSE)
+
+
 def test_a_folder_of_its_own(tmp_path: Path) -> None:
     parts = build(MTP_CASES["qwen3_5"])
     folder = write(parts, tmp_path)

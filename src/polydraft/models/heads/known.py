@@ -58,7 +58,7 @@ def shipped_layers(target: str) -> tuple[bool, str]:
         check_mtp(folder, sizes, target, arriving=not os.path.isdir(target))
     except PolydraftError as error:
         return False, f"MTP layers that cannot draft: {error}"
-    return True, f"MTP layers: {number}"
+    return True, f"MTP layers: {number}" + (", of which the first drafts" if number > 1 else "")
 
 
 def remember_draft(target: str, folder: Path) -> None:
