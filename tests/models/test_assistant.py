@@ -219,6 +219,11 @@ def test_bad_ones_are_refused_in_one_line_before_the_target_is_loaded(
     assert known_draft(str(target)) is None
 
 
+def test_one_that_is_loaded_already_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="an assistant of Gemma 4 as an object; pass its folder"):
+        polydraft.load(*build("31B"))
+
+
 def test_other_targets_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     target, own = folders(tmp_path)
     monkeypatch.setattr(loading, "load_model", lambda *_: pytest.fail("the target was loaded"))

@@ -130,7 +130,7 @@ class AssistantContext(Entries):
     def read(self, tokens_BT: Tensor, fused_BWH: Tensor, block: Block, parents: Tensor | None = None) -> Tensor:
         """Return the outputs of candidates; the place of the last token, and what the target has read, are the same for all.
 
-        Where there is nothing to attend to, as in a text of one token, outputs are zeros: all tokens are as likely.
+        Where there is nothing to attend to, as in a text of one token, outputs are zeros.
         """
         head = self._head
         features_BTF = following(fused_BWH, parents)[..., : head.num_features]
