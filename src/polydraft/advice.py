@@ -65,7 +65,7 @@ WAYS = (
     INT8,
     LAYERS,
     Way(
-        have="a public head (EAGLE-3, P-EAGLE, DFlash)",
+        have="a public head (EAGLE, EAGLE-3, P-EAGLE, DFlash, a Gemma 4 assistant)",
         options="--draft org/head",
         takes="the head's memory",
         gives="not measured",

@@ -30,7 +30,7 @@ from .setups import (
     make_decoder,
     tree_for,
 )
-from .shipped import make_shipped_decoder, shipped_pair
+from .shipped import SHIPPED, make_shipped_decoder, shipped_pair
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,17 +107,18 @@ class CopyConfiguration(Configuration):
 
 @dataclass(frozen=True, kw_only=True)
 class ShippedConfiguration(Configuration):
-    """One whose draft is an MTP layer of the target's checkpoint."""
+    """One whose draft is published for the target: an MTP layer of its checkpoint, or an assistant."""
 
     samples: int = 1_000
     drafter: str = "head"
+    kind: str = "layer"
 
     def decoder(self) -> Decoder:
         """Build it."""
-        return make_shipped_decoder(scheme=self.scheme, walk=self.walk, tree=self.tree, drafter=self.drafter)
+        return make_shipped_decoder(scheme=self.scheme, walk=self.walk, tree=self.tree, drafter=self.drafter, kind=self.kind)
 
     def _target_distributions(self, new_NL: NDArray[Any]) -> NDArray[Any]:
-        return network_distributions(shipped_pair()[0], self.prompt, new_NL, self.sampling)
+        return network_distributions(shipped_pair(self.kind)[0], self.prompt, new_NL, self.sampling)
 
     def _draft_distributions(self, new_NL: NDArray[Any]) -> NDArray[Any]:
         return network_distributions(poor_copy(), self.prompt, new_NL, SamplingParams())
@@ -126,6 +127,13 @@ class ShippedConfiguration(Configuration):
 SCHEMES_AND_WALKS = [(scheme, walk) for scheme in SCHEMES for walk in WALKS if WALKS.get(walk).fits(SCHEMES.get(scheme))]
 
 TREE_DRAFTERS = [name for name in DRAFTERS if name not in GRAM_DRAFTERS] + PARALLEL
+
+_SHIPPED_SETTINGS: dict[str, dict[str, Any]] = {
+    "": {"scheme": "auto", "walk": "block"},
+    ", truncated": {"tree": "fork:2x4", "sampling": SamplingParams(top_p=0.85, temperature=0.8)},
+    ", dynamic": {"drafter": "dynamic-head", "scheme": "auto"},
+    " beside n-grams": {"drafter": "suffix+head", "prompt": GRAM_PROMPT},
+}
 
 CONFIGURATIONS = [
     *(
@@ -178,12 +186,12 @@ CONFIGURATIONS = [
     CopyConfiguration(label="copy, block walk", scheme="auto", walk="block", sampling=PENALTIES),
     CopyConfiguration(label="copy beside n-grams", drafter="suffix+model", prompt=GRAM_PROMPT),
     CopyConfiguration(label="copy, dynamic", drafter="dynamic", scheme="auto"),
-    ShippedConfiguration(label="shipped layer", scheme="auto", walk="block"),
-    ShippedConfiguration(
-        label="shipped layer, truncated", tree="fork:2x4", sampling=SamplingParams(top_p=0.85, temperature=0.8)
+    *(
+        ShippedConfiguration(label=f"shipped {kind}{label}", kind=kind, **settings)
+        for kind in SHIPPED
+        for label, settings in _SHIPPED_SETTINGS.items()
     ),
-    ShippedConfiguration(label="shipped layer, dynamic", drafter="dynamic-head", scheme="auto"),
-    ShippedConfiguration(label="shipped layer beside n-grams", drafter="suffix+head", prompt=GRAM_PROMPT),
+    ShippedConfiguration(label="shipped assistant, one-token prompt", kind="assistant", prompt=(21,)),
 ]
 
 FIXTURE_CONFIGURATIONS = [

@@ -20,7 +20,7 @@ from polydraft.trees import parse_tree
 from stand_in import round_graphs
 
 from .setups import DRAFT, HEAD, RAGGED_PROMPTS, TARGET
-from .shipped import make_shipped_decoder
+from .shipped import SHIPPED, make_shipped_decoder
 
 UNIONS = ["lookup+model", "lookup+head", "self-draft+head"]
 ALIKE = [*UNIONS, "suffix"]
@@ -60,10 +60,10 @@ def test_rounds_of_a_fixed_span_give_the_same_texts(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize("temperature", some_slow([0.0, 1.0], [0.0]))
-def test_a_shipped_layer_too(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
-    check_captured(
-        monkeypatch, lambda: make_shipped_decoder(scheme="auto", walk="auto", tree="3x2x1", drafter="head"), temperature
-    )
+@pytest.mark.parametrize("kind", SHIPPED)
+def test_what_is_published_for_a_target_too(monkeypatch: pytest.MonkeyPatch, kind: str, temperature: float) -> None:
+    settings = {"scheme": "auto", "walk": "auto", "tree": "3x2x1", "drafter": "head"}
+    check_captured(monkeypatch, lambda: make_shipped_decoder(**settings, kind=kind), temperature)
 
 
 def check_captured(monkeypatch: pytest.MonkeyPatch, make: Callable[[], Decoder], temperature: float, size: int = 30) -> None:

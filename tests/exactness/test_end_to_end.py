@@ -38,7 +38,7 @@ SLOW |= {"flat draft", "sharp draft"}
 """A greedy draft shows what others do: that the distribution which was drawn from is the one that is verified."""
 SLOW |= {"sparse", "one-token prompt"}
 """Tries of n-grams and dynamic trees are sparse; texts of one token have their greedy tests."""
-SLOW |= {one.label for one in CONFIGURATIONS if isinstance(one, ShippedConfiguration)} - {"shipped layer"}
+SLOW |= {one.label for one in CONFIGURATIONS if isinstance(one, ShippedConfiguration)} - {"shipped layer", "shipped assistant"}
 ONCE = set(chosen(list(product(TREE_DRAFTERS, ("", ", truncated")))))
 SLOW |= {f"drafter {name}{how}" for name, how in product(TREE_DRAFTERS, ("", ", truncated")) if (name, how) not in ONCE}
 SLOW |= {"drafter model, truncated", "drafter self-draft+model, truncated"}

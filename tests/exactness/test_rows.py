@@ -16,6 +16,7 @@ from polydraft.trees import parse_tree
 from stand_in import StandIn, round_graphs
 
 from .setups import DRAFT, GRAM_PROMPT, HEAD, PENALTIES, TARGET
+from .shipped import shipped_pair
 from .test_admission import driven, open_engine, requests, sequence
 from .test_dynamic import DECODERS as DYNAMIC_DECODERS
 from .test_mixed_rows import DECODERS, PARAMS
@@ -41,6 +42,9 @@ def eager_to_move(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def decoder_of(name: str, **options: Any) -> Decoder:
+    if name == "assistant":
+        target, head = shipped_pair(name)
+        return Decoder(target, TreeDrafter(head, parse_tree("2x2")), **options)
     return Decoder(TARGET, DRAFTERS[name], **options)
 
 
@@ -311,7 +315,10 @@ def test_slots_that_come_back_empty_keep_rounds_captured(name: str) -> None:
     assert rounds == replays > 10 and set(rows_of(graphs)) == {8, 1}
 
 
-@pytest.mark.parametrize(("name", "seed", "turns"), [("plain", 0, 40), *all_slow(["plain", "model", "head"], range(12), [160])])
+@pytest.mark.parametrize(
+    ("name", "seed", "turns"),
+    [("plain", 0, 40), ("assistant", 0, 12), *all_slow(["plain", "model", "head", "assistant"], range(12), [160])],
+)
 def test_whatever_happens_to_others(name: str, seed: int, turns: int) -> None:
     """Texts come, go on, are let go while they wait, are read or run; prompts are of any length, one token included."""
     decoder, chance = decoder_of(name), random.Random(seed)

@@ -74,6 +74,58 @@ def test_each_step_of_a_chain_has_the_logits_of_the_layer_alone(parts: MtpParts,
     assert (expected[1:] - expected[:-1]).abs().max() > 0.1
 
 
+def swapped(head: MtpHead) -> None:
+    """Read features where the token should be."""
+    head.pair.features_first = not head.pair.features_first
+
+
+def shifted(head: MtpHead) -> None:
+    """Pair each token with the features one place too early."""
+    head.pair.register_forward_pre_hook(lambda pair, _: setattr(pair, "features_BTH", pair.features_BTH.roll(1, 1)))
+
+
+def without_norm(head: MtpHead) -> None:
+    """Go on from the layer's output as it is before its final norm, as vLLM does."""
+    norm, output = head.model.hf_model.base_model.norm, head.model.hf_model.get_output_embeddings()
+    head.model.hf_model.base_model.norm = torch.nn.Identity()
+    head.head = lambda outputs: output(norm(outputs))  # type: ignore[method-assign]
+
+
+def norms_swapped(head: MtpHead) -> None:
+    head.pair.token_norm, head.pair.feature_norm = head.pair.feature_norm, head.pair.token_norm
+
+
+def same_features(head: MtpHead) -> None:
+    """Let a chain go on from the target's last features instead of the layer's own outputs."""
+    known: list[torch.Tensor] = []
+
+    def hold(pair: torch.nn.Module, _: object) -> None:
+        assert isinstance(head.pair.features_BTH, torch.Tensor)
+        known.append(head.pair.features_BTH[:, -1:])
+        if len(known) > 1:
+            head.pair.features_BTH = known[0]
+
+    head.pair.register_forward_pre_hook(hold)
+
+
+RULES: list[Callable[[MtpHead], None]] = [swapped, shifted, without_norm, norms_swapped, same_features]
+FIRST_STEP = {without_norm, same_features}
+"""Of these the first step is right: no chain has been gone on with yet."""
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("case", keeping(list(MTP_CASES), "glm4_moe", "mimo"))
+def test_wrong_rules_planted_on_purpose_are_caught(case: str, rule: Callable[[MtpHead], None], tmp_path: Path) -> None:
+    parts = build(MTP_CASES[case])
+    _, head = loaded(parts, tmp_path)
+    features, tokens = features_and_tokens()
+    rule(head)
+    found, expected = chain(head, features, tokens), parts.chain(features, tokens)
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close(found, expected, **CLOSE)
+    assert torch.allclose(found[0], expected[0], **CLOSE) == (rule in FIRST_STEP)
+
+
 @pytest.mark.parametrize("case", ["deepseek_v3", "glm4_moe"])
 def test_each_step_has_the_logits_that_transformers_has(case: str, tmp_path: Path) -> None:
     parts = build(MTP_CASES[case])
@@ -128,6 +180,23 @@ def test_it_is_found_by_itself(case: str, tmp_path: Path, invoke: Callable[..., 
         assert isinstance(decoder.drafter.model, MtpHead) if isinstance(decoder.drafter, TreeDrafter) else False
     code, said, _ = invoke("info", "--target", str(folder))
     assert code == 0 and "mtp; MTP layers: 1" in said and "draft mtp" in said and "its checkpoint ships them" in said
+
+
+def test_of_several_layers_the_first_drafts_which_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parts = build(MTP_CASES["glm4_moe"])
+    folder = write(parts, tmp_path)
+    weights = load_file(folder / "model.safetensors")
+    first = "model.layers.3."
+    second = {
+        name.replace(first, "model.layers.4."): weight.flip(0).contiguous() for name, weight in weights.items() if first in name
+    }
+    save_file({**weights, **second}, folder / "model.safetensors", {"format": "pt"})
+    assert shipped_layers(str(folder)) == (True, "MTP layers: 2, of which the first drafts")
+    caplog.set_level("INFO", logger="polydraft")
+    head = load_mtp(folder, HFModel(parts.model, "target", native=False, trusted=True), None, "theirs")
+    assert "theirs has 2 MTP layers, of which the first drafts, at every depth" in caplog.text
+    features, tokens = features_and_tokens()
+    torch.testing.assert_close(chain(head, features, tokens), parts.chain(features, tokens), **CLOSE)
 
 
 def test_a_folder_of_its_own(tmp_path: Path) -> None:

@@ -44,8 +44,8 @@ class BeamDecoder:
         draft = decoder.drafter.model
         refuse_translated(draft, "beam search")
         self.draft: LanguageModel | Head | None = draft if isinstance(draft, LanguageModel | Head) else None
-        if isinstance(draft, Head) and draft.depths is not None:
-            raise UsageError(f"draft {draft.name!r} does not read candidates, as beams need; use another draft, or none")
+        if isinstance(draft, Head) and draft.lacks is not None:
+            raise UsageError(f"draft {draft.name!r} {draft.lacks}, as beams need; use another draft, or none")
         self._spare: deque[BeamWorkspace] = deque(maxlen=_MOST_SPARE)
         """Workspaces whose captured passes are worth keeping."""
         self._lending = threading.Lock()

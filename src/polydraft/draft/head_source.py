@@ -8,7 +8,7 @@ from torch import Tensor
 from polydraft.devices import can_sync
 from polydraft.draft.policy import LONGEST_REST
 from polydraft.draft.source import DistributionSource
-from polydraft.models import Head
+from polydraft.models import Context, Head
 from polydraft.models.heads.parallel_head import ParallelContext, ParallelHead
 from polydraft.models.language_model import Observer
 from polydraft.models.memory import NO_TEXT, common_prefix
@@ -70,6 +70,10 @@ class HeadSource(DistributionSource):
     def observer(self) -> Observer:
         """Read along with the target."""
         return self._observe
+
+    def borrow(self, context: Context) -> None:
+        """Lend the target's own memory to the head."""
+        self._context.borrow(context)
 
     def make_room(self, *, places: int, depth: int, captured: bool) -> None:
         """Make room for a round's passes and its fresh entries: if it is not captured, those that wait included."""

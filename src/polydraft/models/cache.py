@@ -66,6 +66,11 @@ class SlotCache(KeyValues, Cache):  # type: ignore[misc]  # transformers is unty
         keys_LBHSC, values_LBHSC = self._stored or self._allocated(key_states, value_states)
         return self._write(keys_LBHSC[layer_idx], key_states), self._write(values_LBHSC[layer_idx], value_states)
 
+    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values of one layer in all slots, once there are some."""
+        stored = self._stored
+        return None if stored is None else (stored[0][layer_idx], stored[1][layer_idx])
+
     def _write(self, stored_BHSC: Tensor, states_BHTC: Tensor) -> Tensor:
         if stored_BHSC.shape[1] != states_BHTC.shape[1] or stored_BHSC.shape[3] != states_BHTC.shape[3]:
             raise FailureError(f"{self._owner} has layers with keys of different shapes, which polydraft cannot store")
@@ -118,6 +123,10 @@ class SpreadCache(SlotCache):
     ) -> tuple[Tensor, Tensor]:
         """Store one layer's new keys and values; return all that are in use."""
         return self._store("layer", layer_idx, key_states, value_states)
+
+    def layer(self, layer_idx: int) -> tuple[Tensor, Tensor] | None:
+        """Return keys and values of one layer in all slots, once there are some."""
+        return self._part("layer", layer_idx).layer(0)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
         """Store new keys `[B, T, C]` of the indexer in a sparse layer; return all that are in use."""

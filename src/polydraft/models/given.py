@@ -6,6 +6,7 @@ import torch
 
 from polydraft.errors import UsageError
 from polydraft.models.adapters import unwrapped
+from polydraft.models.heads.assistant_folder import is_assistant
 from polydraft.models.heads.head import Head
 from polydraft.models.hf import HFModel
 from polydraft.models.language_model import LanguageModel
@@ -32,7 +33,10 @@ def given_draft(draft: Any) -> LanguageModel | Head:
     """Wrap a draft that a caller has loaded; our own kinds are returned as they are."""
     if isinstance(draft, LanguageModel | Head):
         return draft
-    return HFModel(given_model(draft, "draft"), endless=True, invariant=False)
+    model = given_model(draft, "draft")
+    if is_assistant({"model_type": model.config.model_type}):
+        raise UsageError("the draft is an assistant of Gemma 4 as an object; pass its folder or hub name instead")
+    return HFModel(model, endless=True, invariant=False)
 
 
 def check_draft(draft: LanguageModel | Head, target: HFModel) -> None:

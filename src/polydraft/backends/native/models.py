@@ -155,8 +155,8 @@ def _joint(weight: Int8Weight, bias_F: Tensor | None) -> Weight:
 
 def _supports_head(head: FeatureHead) -> bool:
     shape = head.shape
-    biased = shape.qkv_bias or shape.output_bias or shape.mlp_bias
-    plain = shape.joins and shape.normed_output and not shape.query_key_norm and not biased
+    biased = shape.qkv_bias or shape.output_bias or shape.mlp_bias or shape.join_bias
+    plain = shape.joins and shape.normed and shape.normed_output and not shape.query_key_norm and not biased
     fits = plain and head.native and head.down.weight.is_cpu and head.dtype in FLOATS and head.tables[0].dtype == head.dtype
     return fits and kernels() is not None
 

@@ -153,7 +153,8 @@ def _total(parts_SBTX: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _supports(head: FeatureHead) -> bool:
-    return head.depths is None and kernels_run(head.down.weight) and obstacle(head.device, head.dtype) is None
+    single = head.depths is None and head.shape.normed
+    return single and kernels_run(head.down.weight) and obstacle(head.device, head.dtype) is None
 
 
 implements(fast_head, "triton", supports=_supports)(FusedHead)

@@ -57,8 +57,8 @@ class Pair:
         draft = load_draft(self.draft_name, self.target)
         assert draft is not None, "'none' was refused"
         refuse_translated(draft, "analyze")
-        if isinstance(draft, Head) and draft.depths is not None:
-            raise UsageError(f"draft {self.draft_name!r} does not read the tokens between its levels; analyze drafts that do")
+        if isinstance(draft, Head) and draft.lacks is not None:
+            raise UsageError(f"draft {self.draft_name!r} {draft.lacks}, as analyze needs; use another draft")
         return draft
 
     def fingerprint(self) -> list[str] | None:

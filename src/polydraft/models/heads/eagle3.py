@@ -258,7 +258,7 @@ def _check_target(config: Config, target: Target, name: str) -> None:
 
 
 def _check_taps(shape: HeadShape, target: Target, name: str) -> None:
-    if shape.taps[-1] >= target.num_layers:
+    if shape.taps and shape.taps[-1] >= target.num_layers:
         raise UsageError(
             f"head {name!r} reads layers {', '.join(map(str, shape.taps))}, but of target {target.name!r} layers 1 to "
             f"{target.num_layers - 1} can be read; use the head's own target"

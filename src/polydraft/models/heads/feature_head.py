@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from polydraft.models.heads.head import Head
 from polydraft.models.heads.head_context import HeadContext
-from polydraft.models.heads.head_layer import HeadLayer, HeadNorm
+from polydraft.models.heads.head_layer import HeadLayer, norm_of
 from polydraft.models.products import by_rows
 from polydraft.sampling import PartialVocabulary
 
@@ -60,6 +60,9 @@ class HeadShape:
     tap_norm: TapNorm = TapNorm.NONE
     joins: bool = True
     """Whether features and token become one vector below attention; if not, queries, keys and values read both (EAGLE-3)."""
+    normed: bool = True
+    """Whether tokens, features, what attention reads and outputs are normed; if not, the input of the MLP alone is (EAGLE)."""
+    join_bias: bool = False
     normed_residual: bool = False
     """Where features and token are not joined: whether features pass by attention normed."""
     normed_output: bool = True
@@ -93,16 +96,15 @@ class FeatureHead(HeadLayer, Head):
         vocabulary: PartialVocabulary | None = None,
         name: str = "feature head",
     ) -> None:
-        size, epsilon, read = shape.hidden_size, shape.norm_epsilon, len(shape.taps) + shape.reads_last
+        size, read = shape.hidden_size, len(shape.taps) + shape.reads_last
         fuse = nn.Linear(size * read, size, bias=False) if shape.taps else None
-        join = nn.Linear(2 * size, size, bias=False) if shape.joins else None
+        join = nn.Linear(2 * size, size, bias=shape.join_bias) if shape.joins else None
         super().__init__(shape, None if shape.joins else self.side_by_side * size)
         self.vocabulary, self.name, self.fuse, self.join = vocabulary, name, fuse, join
         self.hidden_size, self.taps = size, shape.taps
         normed = {TapNorm.NONE: [], TapNorm.EACH: [size] * read, TapNorm.ALL: [size * read]}[shape.tap_norm]
-        self.tap_norms = nn.ModuleList(HeadNorm(width, epsilon) for width in normed)
-        self.feature_norm, self.token_norm = HeadNorm(size, epsilon), HeadNorm(size, epsilon)
-        self.output_norm = HeadNorm(size, epsilon)
+        self.tap_norms = nn.ModuleList(norm_of(shape, width) for width in normed)
+        self.feature_norm, self.token_norm, self.output_norm = (norm_of(shape, size) for _ in range(3))
         # Tables of input and output. Not buffers: they belong to the target, and a partial head is cut out of its table again
         # on loading. A head that brings its own puts them here.
         self.tables = (embedding_VH, output_VH if vocabulary is None else output_VH[vocabulary.tokens_D])

@@ -26,6 +26,8 @@ class Head(nn.Module, ABC):
     """Layers of the target, counted from 1, whose outputs it reads besides the last hidden states."""
     depths: int | None = None
     """Levels that one pass gives; None where each level takes a pass of its own."""
+    lacks: str | None = None
+    """What it does not do that beams and `analyze` need; None if it works there too."""
     vocabulary: PartialVocabulary | None
     """Tokens that the columns of `head` stand for, where it does not know all of them."""
 

@@ -89,6 +89,9 @@ class Entries(Context):
         """Bring the target's features, taps included, into the space of the head's own outputs."""
         return self._head.fused(features_RF)
 
+    def borrow(self, context: Context) -> None:
+        """Take the target's own memory, for a head that attends to it."""
+
     @abstractmethod
     def read(self, tokens_BT: Tensor, fused_BWH: Tensor, block: Block, parents: Tensor | None = None) -> Tensor:
         """Pass uncommitted entries through the head and return its outputs `[B, T, H]`.

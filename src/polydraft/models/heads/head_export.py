@@ -64,6 +64,8 @@ def export_obstacle(head: FeatureHead) -> str | None:
     shape = head.shape
     if head.depths is not None:
         return "it drafts several levels by one pass, and only heads that read their candidates can be written"
+    if not shape.normed:
+        return "it norms neither features nor tokens (EAGLE), and the format always does; train one with polydraft train head"
     if shape.rope_frequencies or shape.rope_gain != 1:
         return "its rotary frequencies are not those of one base; convert the folder it came from with speculators itself"
     if shape.joins and shape.query_key_norm:

@@ -28,7 +28,7 @@ class HeadLayer(nn.Module):
         size, queries = shape.hidden_size, shape.num_heads * shape.head_size
         keys, epsilon = shape.num_key_heads * shape.head_size, shape.norm_epsilon
         self.shape = shape
-        self.attention_norm = HeadNorm(size, epsilon) if reads is None else None
+        self.attention_norm = norm_of(shape, size) if reads is None else None
         self.mlp_norm = HeadNorm(size, epsilon)
         self.qkv = nn.Linear(size if reads is None else reads, queries + 2 * keys, bias=shape.qkv_bias)
         self.query_norm = HeadNorm(shape.head_size, epsilon) if shape.query_key_norm else None
@@ -146,6 +146,22 @@ class HeadNorm(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         """Norm the last axis."""
         return functional.rms_norm(hidden, self.weight.shape, self.weight.to(hidden.dtype), self.epsilon)
+
+
+class NoNorm(HeadNorm):
+    """Leave vectors as they are."""
+
+    def __init__(self) -> None:
+        nn.Module.__init__(self)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the same."""
+        return hidden
+
+
+def norm_of(shape: "HeadShape", size: int) -> HeadNorm:
+    """Return a norm where a head of this shape may have one."""
+    return HeadNorm(size, shape.norm_epsilon) if shape.normed else NoNorm()
 
 
 def _turned(heads_BTHC: Tensor, angles_BT3C: Tensor) -> Tensor:

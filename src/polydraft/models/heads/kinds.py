@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from polydraft.models.heads.assistant_folder import check_assistant, is_assistant, load_assistant
+from polydraft.models.heads.eagle import EAGLE
 from polydraft.models.heads.eagle3 import EAGLE3, is_eagle3
 from polydraft.models.heads.head import Head
 from polydraft.models.heads.head_folder import Target, check_head, is_head, load_head
@@ -44,6 +46,10 @@ HEAD_KINDS.register("peagle")(
     HeadKind(words="a P-EAGLE head", recognise=PEAGLE.recognise, check=PEAGLE.check, load=PEAGLE.load)
 )
 HEAD_KINDS.register("dflash")(HeadKind(words="a DFlash head", recognise=DFLASH.recognise, check=DFLASH.check, load=DFLASH.load))
+HEAD_KINDS.register("assistant")(
+    HeadKind(words="an assistant of Gemma 4", recognise=is_assistant, check=check_assistant, load=load_assistant)
+)
+HEAD_KINDS.register("eagle")(HeadKind(words="an EAGLE head", recognise=EAGLE.recognise, check=EAGLE.check, load=EAGLE.load))
 # Last, because it refuses kinds in speculators' format that none of the others knows.
 HEAD_KINDS.register("eagle3")(
     HeadKind(words="an EAGLE-3 head", recognise=is_eagle3, check=EAGLE3.check, load=EAGLE3.load, trains=True)

@@ -20,12 +20,13 @@ logger = logging.getLogger(__name__)
 def known_draft(target: str) -> str | None:
     """Return the folder of a head for a target, or mtp for layers among its own weights; None where none is known.
 
-    It may be a folder inside the target's own (``head`` is looked at first), or ``NAME-head`` beside the target's folder or
-    GGUF file. What does not fit the target is passed over, and a line says why.
+    It may be a folder inside the target's own (``head`` is looked at first), or ``NAME-head`` or ``NAME-assistant`` beside the
+    target's folder or GGUF file. What does not fit the target is passed over, and a line says why.
     """
     path = Path(target)
     own = path.with_suffix("") if path.is_file() else path
-    near = [own / "head", own.with_name(f"{own.name}-head")] if path.exists() and own.name else []
+    beside = [own.with_name(f"{own.name}-{kind}") for kind in ("head", "assistant")] if own.name else []
+    near = [own / "head", *beside] if path.exists() else []
     inside = sorted(folder.parent for folder in path.glob("*/config.json")) if path.is_dir() else []
     for folder in (*near, *inside, *_remembered(target)):
         kind = kind_of(folder)
@@ -58,7 +59,7 @@ def shipped_layers(target: str) -> tuple[bool, str]:
         check_mtp(folder, sizes, target, arriving=not os.path.isdir(target))
     except PolydraftError as error:
         return False, f"MTP layers that cannot draft: {error}"
-    return True, f"MTP layers: {number}"
+    return True, f"MTP layers: {number}" + (", of which the first drafts" if number > 1 else "")
 
 
 def remember_draft(target: str, folder: Path) -> None:

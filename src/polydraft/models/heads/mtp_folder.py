@@ -7,6 +7,7 @@ of their own.
 
 import copy
 import json
+import logging
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,6 +26,7 @@ from polydraft.models.heads.head_folder import Target, shapes_in
 from polydraft.models.heads.mtp import MtpHead, TokenPair
 from polydraft.models.hf import HFModel
 
+logger = logging.getLogger(__name__)
 NAME = "mtp"
 """The draft that stands for the MTP layers of the target's own checkpoint."""
 _EXTRA_LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.eh_proj\.weight$")
@@ -136,6 +138,8 @@ def load_mtp(folder: Path, target: HFModel, tokenizer: Any, name: str) -> MtpHea
         raise UsageError(f"MTP layers read the tables of target {target.name!r}, but {target.spread}; use a draft model")
     check_mtp(folder, target, name)
     files, layer = _first_layer(folder, target, name)
+    if (number := len(files.layers)) > 1:
+        logger.info("%s has %d MTP layers, of which the first drafts, at every depth", name, number)
     with _refusing(name):
         tensors = dict(_tensors(files, layer))
     model = _one_layer(tensors, target, name).requires_grad_(False).eval().to(target.device)

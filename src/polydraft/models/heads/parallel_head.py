@@ -44,6 +44,7 @@ class ParallelHead(FeatureHead):
     """A feature head of one or several layers that passes the last token and the mask tokens after it together."""
 
     shape: ParallelShape
+    lacks = "does not read candidates"
 
     def __init__(self, shape: ParallelShape, *arguments: Any) -> None:
         super().__init__(shape, *arguments)
