@@ -53,8 +53,8 @@ class Builder(ByRow, ABC):
         """Random numbers per row that the next `build` uses."""
 
     @property
-    def plenty(self) -> Sequence[bool] | None:
-        """Rows whose last tree makes a draft's candidates superfluous; None where that is never said."""
+    def suffices(self) -> Sequence[bool] | None:
+        """Rows whose last tree is good enough to need no draft beside it; None if this builder never says so."""
         return None
 
     @property

@@ -40,7 +40,7 @@ GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
     "corpus": ("corpus",),
 }
 """Drafters that need no draft model, with the caches they use; `self-draft` also has riders (`RIDERS`)."""
-_PLENTY = 4.0
+_SUFFICES = 4.0
 """Tokens that a prediction must promise for the draft to be skipped in a round."""
 NOTHING_FOUND = "n-grams had nothing to propose that would pay"
 
@@ -272,12 +272,12 @@ class TrieBuilder(Builder):
         return self.source.riders.num_uniforms
 
     @property
-    def plenty(self) -> Sequence[bool] | None:
+    def suffices(self) -> Sequence[bool] | None:
         """Rows whose prediction promises more than drafts bring."""
         if PREDICTION not in self.source.names:
             return None
         pairs = (zip(trie.sources, trie.chances, strict=True) for trie in self._tries)
-        return [sum(chance for source, chance in one if source == PREDICTION) >= _PLENTY for one in pairs]
+        return [sum(chance for source, chance in one if source == PREDICTION) >= _SUFFICES for one in pairs]
 
     @property
     def rest_reason(self) -> str:

@@ -179,8 +179,8 @@ class Pace:
         """Probability of fronts, and what the level below them brought."""
         self.rest, self.trial, self.next_rest = 0, load.trial, SHORTEST_REST
         """Rounds left to rest, rounds left before the next rest may begin, and how long that will be."""
-        self.works, self.spared = True, False
-        """Whether the row takes part in rounds, and whether the next one needs no draft for it."""
+        self.works, self.skipped = True, False
+        """Whether the row takes part in rounds, and whether it skips the draft in the next one."""
         if adaptive and load.hopeless:
             # Drafting can hardly pay on this machine: plain first, then now and then a trial, for a draft better than most.
             self.rest, self.next_rest, self.tokens = _FIRST_REST, LONGEST_REST, self.spent
@@ -317,12 +317,12 @@ class RowPolicy(ByRow):
         """
         sharing = [pace for pace in self.paces if pace.load.rows > 1]
         enough = 2 * sum(pace.rest == 0 for pace in sharing) >= len(sharing)
-        return [pace.rest == 0 and not pace.spared and (enough or pace.load.rows == 1) for pace in self.paces]
+        return [pace.rest == 0 and not pace.skipped and (enough or pace.load.rows == 1) for pace in self.paces]
 
-    def spare(self, rows: Sequence[bool]) -> None:
-        """Say for which rows the next round has candidates enough without a draft."""
-        for pace, spared in zip(self.paces, rows, strict=True):
-            pace.spared = spared
+    def skip(self, rows: Sequence[bool]) -> None:
+        """Say which rows have enough candidates for the next round without a draft."""
+        for pace, skipped in zip(self.paces, rows, strict=True):
+            pace.skipped = skipped
         self._note_idleness()
 
     def _note_idleness(self) -> None:
