@@ -42,9 +42,9 @@ class Reading:
     """How new texts are to be read by the target."""
 
     limits: Sequence[int] | None
-    """How many tokens of each text, read before, need no second look; None for all of them."""
+    """How many tokens of each text, of those it has read before, the target need not read again; None for all."""
     observer: Observer | None
-    """Who wants to see features meanwhile."""
+    """Sees the target's features while it reads; None if no source needs them."""
 
 
 class DraftSession(ByRow):
@@ -63,7 +63,7 @@ class DraftSession(ByRow):
     certain : Builder, optional
         Lists candidates that depend on the past only.
     rests : str, optional
-        Why there is neither, if a draft is there that would not pay.
+        Why there is neither, if there is a draft that would not pay.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class DraftSession(ByRow):
         self._border = Border(drawn.depth) if drawn is not None and certain is not None else None
         self._side_stream = SideStream()
         self._reports: list[tuple[int, Callable[[Sequence[Sequence[int]]], None]]] = []
-        """How many numbers each part reports, and who takes them."""
+        """How many numbers each part of the last round reports, and the function that takes them."""
 
     def borrow(self, context: Context) -> None:
         """Lend the target's own memory to sources that work in it."""
@@ -135,7 +135,7 @@ class DraftSession(ByRow):
         return max((builder.num_kinds for builder in self._builders), default=1)
 
     def rehearse(self, number: int | None) -> None:
-        """Let all rounds be of one of these kinds, until told None."""
+        """Make all rounds of the kind with this number; None ends the rehearsal."""
         for builder in self._builders:
             builder.rehearse(number)
 
@@ -143,10 +143,10 @@ class DraftSession(ByRow):
         """Return a made-up tree for compilation; see `Builder.made_up`."""
         return None if self._drawn is None or self._certain is not None else self._drawn.made_up(dtype)
 
-    def resolve_walk(self, wish: str) -> Walk:
-        """Return the walk that verifies the proposals, where the user wishes for ``"auto"`` or a certain one."""
+    def resolve_walk(self, name: str) -> Walk:
+        """Return the walk that verifies the proposals; `name` is what the user asked for, possibly ``"auto"``."""
         builder = self._certain or self._drawn
-        return resolve_walk(wish, _NAIVE, insist=False) if builder is None else builder.resolve_walk(wish)
+        return resolve_walk(name, _NAIVE, insist=False) if builder is None else builder.resolve_walk(name)
 
     @property
     def elastic(self) -> bool:
@@ -176,7 +176,7 @@ class DraftSession(ByRow):
         return self._builders
 
     def use(self, params: RowParams) -> None:
-        """Take the parameters that the rows have from now on: there are more or fewer of them than before."""
+        """Take the rows' new parameters: the number of rows has changed."""
         for builder in self._builders:
             builder.use(params)
 
