@@ -29,8 +29,7 @@ from transformers.models.auto.modeling_auto import (
 
 from polydraft import SamplingParams, Speculate
 from polydraft.engine import Decoder
-from polydraft.errors import PolydraftError
-from polydraft.models.families import first_line
+from polydraft.errors import PolydraftError, first_line
 from polydraft.models.hf import HFModel
 from polydraft.models.twin import sharpen, twin_config
 
@@ -169,7 +168,7 @@ def try_type(model_type: str) -> Verdict:
         turn = second_turn(singles, plain)
         continued = bare_text(model, turn)
     except Exception as error:
-        return Verdict(model_type=model_type, result=NOT_BUILT, note=first_line(error))
+        return Verdict(model_type=model_type, result=NOT_BUILT, note=first_line(error, kind=True))
     assisted = try_assistance(model, draft, singles[0], plain[0])
     verdict = Verdict(model_type=model_type, result=WORKS, assisted=assisted)
     try:
@@ -184,7 +183,7 @@ def try_type(model_type: str) -> Verdict:
     except PolydraftError as error:
         return dataclasses.replace(verdict, result=REFUSED, note=str(error))
     except Exception as error:
-        return dataclasses.replace(verdict, result=CRASH, note=first_line(error))
+        return dataclasses.replace(verdict, result=CRASH, note=first_line(error, kind=True))
     tokens_per_pass = speculate.stats[0].tokens_per_pass
     verdict = dataclasses.replace(verdict, tokens_per_pass=round(tokens_per_pass, 2), note=_weakness(plain, tokens_per_pass))
     if one != plain[0] or other != penalised:

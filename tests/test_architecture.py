@@ -74,10 +74,16 @@ def parsed(path):
     return ast.parse(path.read_text())
 
 
+@cache
+def imports_of(path):
+    """Statements of a file that import something."""
+    return [node for node in ast.walk(parsed(path)) if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def modules_imported(path, nodes=None):
     """Names of polydraft modules that a file imports, inside functions too, as full dotted names."""
     package = ("polydraft", *path.relative_to(SOURCE).parts[:-1])
-    for node in ast.walk(parsed(path)) if nodes is None else nodes:
+    for node in imports_of(path) if nodes is None else nodes:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "polydraft")
         elif isinstance(node, ast.ImportFrom):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from polydraft.cli.certify import _decoder as certify
 from polydraft.cli.generate import BeamChoices
 from polydraft.cli.generate import command as generate
 from polydraft.cli.options import Choices, GroupedCommand, options_of
-from polydraft.defaults import DEFAULTS, PAIRS, VERIFIERS, asked_for, default_table, default_tree
+from polydraft.defaults import DEFAULTS, NONE, PAIRS, Pair, asked_for, default_tree
 from polydraft.described import described_by, options_in
 from polydraft.draft import TreeDrafter
 from polydraft.draft.speedup import Costs
@@ -28,7 +29,8 @@ from polydraft.lab.analyze.settings import AnalyzeSettings
 from polydraft.lab.bench.method import MethodSpec
 from polydraft.lab.bench.options import BenchOptions, method_options
 from polydraft.lab.commands.bench import command as bench
-from polydraft.options import LoadOptions, NgramOptions, TreeOptions
+from polydraft.models.int8_copy import NAME as INT8
+from polydraft.options import AUTO, BY_LOAD, LoadOptions, NgramOptions, TreeOptions
 from polydraft.papers.decision import DEFAULT_THRESHOLD
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
@@ -36,6 +38,9 @@ from polydraft.verify import SCHEMES
 
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 CHOOSING = PAGE.parent / "choosing.md"
+PLACES = {"GPU": (True, "bfloat16"), "CPU, bfloat16": (False, "bfloat16"), "CPU, float32 or int8": (False, "float32")}
+VERIFIERS = {0.0: ("top", "node"), 1.0: ("hybrid", "block")}
+"""Scheme and walk that ``"auto"`` means at temperature 0 and above, for trees that are drawn from a draft."""
 COSTS = Costs(draft_level=0.1, tree_pass=lambda nodes: 1 + 0.01 * nodes)
 
 
@@ -162,6 +167,33 @@ def test_the_page_shows_the_fields() -> None:
         lines.append(f"| `{name}` | `{option.default!r}` | {' '.join(option.doc.split())} |")
     table = "\n".join(lines)
     assert table in PAGE.read_text(), f"put this table into docs/python.md:\n{table}"
+
+
+def trees_of(pair: Pair, *, gpu: bool, dtype: str) -> tuple[str, str, str]:
+    """Return the trees of one greedy text, one sampled text and a batch, in words."""
+    if pair.draft == NONE:
+        return ("none" if pair.drafter == AUTO else "whatever n-grams find",) * 3
+    tree = default_tree(
+        gpu=gpu, dtype=dtype, asked=asked_for(AUTO, AUTO, pair.drafter), target=pair.target, copy=pair.draft == INT8
+    )
+    first, _, other = tree.rpartition("/")
+    alone = other.removeprefix(BY_LOAD)
+    smaller = ", or a smaller one if that is faster" if BY_LOAD in tree else ""
+    return f"`{first or alone}`", f"`{alone}`", f"`{alone}`{smaller}"
+
+
+def default_table() -> Iterator[str]:
+    """Yield the lines that docs/choosing.md has of it."""
+    yield "| pair | device | one text, temperature 0 | one text, above 0 | batch |"
+    yield "|---|---|---|---|---|"
+    for pair in PAIRS:
+        places = PLACES if pair.draft != NONE else {"any": (False, "float32")}
+        for place, (gpu, dtype) in places.items():
+            yield f"| {pair.words} | {place} | {' | '.join(trees_of(pair, gpu=gpu, dtype=dtype))} |"
+    (greedy, greedy_walk), (drawn, drawn_walk) = VERIFIERS.values()
+    yield ""
+    yield f"Trees from a draft are drawn and verified by `{greedy}` and `{greedy_walk}` at temperature 0, and by `{drawn}` and"
+    yield f"`{drawn_walk}` above; n-grams by `node`. Models run in bfloat16 where the hardware computes in it, else in float32."
 
 
 def test_the_page_shows_the_defaults() -> None:

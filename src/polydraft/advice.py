@@ -3,7 +3,6 @@
 Figures are those of logs 39 to 45 (docs/log).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 
@@ -84,11 +83,3 @@ WAYS = (
     ),
     TRAIN,
 )
-
-
-def advice_table() -> Iterator[str]:
-    """Yield the lines that README has of it."""
-    yield "| you have | pass | it takes | speed-up |"
-    yield "|---|---|---|---|"
-    for way in WAYS:
-        yield f"| {way.have} | {way.cell} | {way.takes} | {way.gives} |"

@@ -1,6 +1,5 @@
 """What ``"auto"`` means: one table, which `load` and `Speculate` read, `polydraft info` prints and docs/choosing.md shows."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -136,33 +135,3 @@ PAIRS = (
     Pair("your model alone", "your target alone: its weights in int8 draft (`--draft int8`)", draft=INT8),
     Pair("int8 model alone", "your target alone, in int8: n-grams draft", drafter="suffix"),
 )
-PLACES = {"GPU": (True, "bfloat16"), "CPU, bfloat16": (False, "bfloat16"), "CPU, float32 or int8": (False, "float32")}
-VERIFIERS = {0.0: ("top", "node"), 1.0: ("hybrid", "block")}
-"""Scheme and walk that ``"auto"`` means at temperature 0 and above, for trees that are drawn from a draft."""
-
-
-def trees_of(pair: Pair, *, gpu: bool, dtype: str) -> tuple[str, str, str]:
-    """Return the trees of one greedy text, one sampled text and a batch, in words."""
-    if pair.draft == NONE:
-        return ("none" if pair.drafter == AUTO else "whatever n-grams find",) * 3
-    tree = default_tree(
-        gpu=gpu, dtype=dtype, asked=asked_for(AUTO, AUTO, pair.drafter), target=pair.target, copy=pair.draft == INT8
-    )
-    first, _, other = tree.rpartition("/")
-    alone = other.removeprefix(BY_LOAD)
-    smaller = ", or a smaller one if that is faster" if BY_LOAD in tree else ""
-    return f"`{first or alone}`", f"`{alone}`", f"`{alone}`{smaller}"
-
-
-def default_table() -> Iterator[str]:
-    """Yield the lines that docs/choosing.md has of it."""
-    yield "| pair | device | one text, temperature 0 | one text, above 0 | batch |"
-    yield "|---|---|---|---|---|"
-    for pair in PAIRS:
-        places = PLACES if pair.draft != NONE else {"any": (False, "float32")}
-        for place, (gpu, dtype) in places.items():
-            yield f"| {pair.words} | {place} | {' | '.join(trees_of(pair, gpu=gpu, dtype=dtype))} |"
-    (greedy, greedy_walk), (drawn, drawn_walk) = VERIFIERS.values()
-    yield ""
-    yield f"Trees from a draft are drawn and verified by `{greedy}` and `{greedy_walk}` at temperature 0, and by `{drawn}` and"
-    yield f"`{drawn_walk}` above; n-grams by `node`. Models run in bfloat16 where the hardware computes in it, else in float32."

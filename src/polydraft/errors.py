@@ -58,10 +58,15 @@ def shown(value: Any) -> str:
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
-def first_line(error: BaseException) -> str:
-    """Return the first line of what an error says, or its type where it says nothing."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:_MOST_SAID]
+def first_line(error: BaseException, *, kind: bool = False) -> str:
+    """Return what an error says in its first line, or its type if it says nothing.
+
+    The second line is added if the first one only announces it, and the type too if `kind` is set: what transformers or a
+    user's module raises often makes no sense without it.
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:_MOST_SAID]
+    return ": ".join(part for part in ((type(error).__name__ if kind or not said else ""), said) if part)
 
 
 def duration(seconds: float) -> str:

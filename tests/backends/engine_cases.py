@@ -16,7 +16,7 @@ from .harness import Case, cases
 @cases("conclude")
 def _() -> Iterator[Case]:
     def round_of(number: int, device: str) -> tuple[Any, ...]:
-        draft = list(trees(device))[number]
+        draft = trees(device)[number]
         if number % 2 and draft.tokens_BN.shape[1] > 12 and draft.extra_table_BNK is None:  # the last nodes have no children
             draft = dataclasses.replace(draft, riders=3, child_table_BNK=draft.child_table_BNK * (draft.child_table_BNK < 10))
         active_B = torch.arange(len(draft.tokens_BN), device=device) != 1
@@ -26,5 +26,5 @@ def _() -> Iterator[Case]:
             verdict = follow_tokens(candidates, emitted(draft, number)[:, : candidates.tokens_BN.shape[1]])
         return draft, verdict, tail_B2, active_B
 
-    for number in range(len(list(trees("cpu")))):
+    for number in range(len(trees())):
         yield Case(f"tree {number}", partial(round_of, number))

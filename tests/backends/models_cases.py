@@ -1,7 +1,7 @@
 """Cases of what models do: placing tokens, attention, products, whole passes."""
 
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -144,8 +144,9 @@ def _() -> Iterator[Case]:
 
 
 @torch.no_grad()
-def passes(model: HFModel, found: FastBody, expected: None, tolerance: float) -> None:
+def passes(made: Callable[[], HFModel], found: FastBody, expected: None, tolerance: float) -> None:
     """Compare a text and a tree behind it with torch's passes."""
+    model = made()
     block = SlicedMask.of(parse_tree("2x1"), torch.device("cpu")).level(0, 5).expand(2)
     features = []
     for fast in (found, None):
@@ -158,12 +159,15 @@ def passes(model: HFModel, found: FastBody, expected: None, tolerance: float) ->
 
 @cases("fast_body")
 def _() -> Iterator[Case]:
-    def case(family: str, invariant: bool) -> Case:
+    @cache
+    def model_of(family: str) -> HFModel:
         with using():
-            model = HFModel(FAMILIES.get(family).build())
-        name = f"{family}{', invariant' if invariant else ''}"
+            return HFModel(FAMILIES.get(family).build(num_hidden_layers=2))
+
+    def case(family: str, invariant: bool) -> Case:
+        made, name = partial(model_of, family), f"{family}{', invariant' if invariant else ''}"
         slow = (family, invariant) not in (("llama", False), ("qwen2", True))
-        return Case(name, lambda _: (model, invariant), slow, 1e-4, partial(passes, model))
+        return Case(name, lambda _: (made(), invariant), slow, 1e-4, partial(passes, made))
 
     for family in ("llama", "qwen2", "mistral-sliding"):
         yield from (case(family, invariant) for invariant in (False, True))

@@ -84,11 +84,11 @@ def _() -> Iterator[Case]:
 @cases("follow_tokens")
 def _() -> Iterator[Case]:
     def followed(number: int, device: str) -> tuple[Any, ...]:
-        draft = list(trees(device))[number]
+        draft = trees(device)[number]
         return draft, emitted(draft, number)
 
     quick = {2, 4, 9, 11, 17}
-    for number in range(len(list(trees()))):
+    for number in range(len(trees())):
         yield Case(f"tree {number}", partial(followed, number), slow=number not in quick)
 
 
@@ -99,7 +99,7 @@ def _() -> Iterator[Case]:
         return root_of(len(logits_RV), device), logits_RV[:, None]
 
     def wider(device: str) -> tuple[Any, ...]:
-        draft = next(trees(device))
+        draft = trees(device)[0]
         logits = torch.randn(*draft.tokens_BN.shape, 60, generator=torch.Generator().manual_seed(0))[..., 5:50]
         return draft, logits.to(device)
 
@@ -108,7 +108,7 @@ def _() -> Iterator[Case]:
     yield Case("part of wider ones", wider)
 
     def followed(number: int, device: str) -> tuple[Any, ...]:
-        draft = list(trees(device))[number]
+        draft = trees(device)[number]
         tokens_BN1 = emitted(draft, number)[..., None]
         logits_BNV = torch.zeros(*draft.tokens_BN.shape, int(draft.tokens_BN.max()) + 2, device=device)
         logits_BNV.scatter_(2, tokens_BN1.clamp(min=0), 1.0)

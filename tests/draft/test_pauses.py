@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from covering import covering
+from covering import all_slow, covering, keeping
 from polydraft.draft import GramTreeOptions, costs
 from polydraft.draft.model_source import ModelSource
 from polydraft.engine import Decoder
@@ -32,6 +32,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
     "self-draft": {"drafter": "self-draft"},
     "suffix beside a draft": {"draft": "early-exit:1", "drafter": "suffix+model"},
 }
+UNLIKE = ["own draft", "own draft, its scheme", "self-draft", "suffix beside a draft"]
+"""One for each way to pause; the other n-grams pause as those of `self-draft` do."""
 every_drafter = pytest.mark.parametrize("name", DRAFTERS)
 
 
@@ -109,7 +111,10 @@ def plain_text(cycle: str) -> list[int]:
     return decoder_of(cycle).generate(PROMPT, sampling=GREEDY, max_new_tokens=200).token_ids
 
 
-@pytest.mark.parametrize(("name", "temperature"), covering(DRAFTERS, [0.0, 1.0]))
+@pytest.mark.parametrize(("name", "temperature"), [
+    *covering(UNLIKE, [0.0, 1.0]),
+    *all_slow([name for name in DRAFTERS if name not in UNLIKE], [0.0, 1.0]),
+])  # fmt: skip
 def test_drafting_that_does_not_pay_is_left(
     plain_text: list[int], meter: Meter, cycle: str, name: str, temperature: float
 ) -> None:
@@ -124,7 +129,7 @@ def test_drafting_that_does_not_pay_is_left(
         assert result.token_ids == plain_text
 
 
-@pytest.mark.parametrize("name", ["lookup", "suffix", "ngram"])
+@pytest.mark.parametrize("name", keeping(["lookup", "suffix", "ngram"], "lookup"))  # one policy cuts the tries of all
 def test_what_repeats_but_is_never_right_is_left(meter: Meter, roomy: str, name: str) -> None:
     meter.machine(per_token=0.25)  # where n-grams that hold would pay
     decoder = decoder_of(roomy, **DRAFTERS[name])
@@ -162,8 +167,7 @@ def test_what_was_named_is_kept_to(meter: Meter, cycle: str, name: str) -> None:
     assert sum(width > 1 for width in meter.widths) > 0.6 * len(meter.widths)
 
 
-@pytest.mark.parametrize("ngrams", [None, "suffix"])
-@pytest.mark.parametrize(("per_token", "drafts"), [(1.0, False), (0.002, True)])
+@pytest.mark.parametrize(("ngrams", "per_token", "drafts"), covering([None, "suffix"], [(1.0, False), (0.002, True)]))
 def test_speculate_has_the_same_default(meter: Meter, cycle: str, ngrams: str | None, per_token: float, drafts: bool) -> None:
     meter.machine(per_token)
     target = AutoModelForCausalLM.from_pretrained(cycle)
@@ -176,8 +180,7 @@ def test_speculate_has_the_same_default(meter: Meter, cycle: str, ngrams: str | 
     assert tokens / meter.cost > (1.3 if drafts else 0.97)
 
 
-@pytest.mark.parametrize("name", ["own draft", "suffix"])
-@pytest.mark.parametrize("busy", [False, True])
+@pytest.mark.parametrize(("name", "busy"), covering(["own draft", "suffix"], [False, True]))
 def test_rests_are_told_with_their_reason(
     meter: Meter, cycle: str, invoke, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, busy: bool
 ) -> None:

@@ -56,7 +56,7 @@ def texts(results: Sequence[Generation]) -> list[list[int]]:
     return [result.token_ids for result in results]
 
 
-@pytest.mark.parametrize(("model", "sampling"), [*covering(["model"], SAMPLINGS), *covering(["head"], ["greedy"])])
+@pytest.mark.parametrize(("model", "sampling"), [*covering(["model"], SAMPLINGS), *all_slow(["head"], ["greedy"])])
 def test_captured_rounds_give_the_same_texts(caches: list[StandIn], model: str, sampling: str) -> None:
     captured, eager = dynamic(model), dynamic(model, graphs=False)
     for prompts, seed in ((RAGGED_PROMPTS, 3), (RAGGED_PROMPTS[::-1], 4)):

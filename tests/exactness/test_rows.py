@@ -31,7 +31,7 @@ DRAFTERS: dict[str, Any] = {
     "head": TreeDrafter(HEAD, parse_tree("2x2")),
 }
 SAMPLINGS = {"greedy": [GREEDY], "drawn": [SamplingParams()], "penalties": [PENALTIES], "all": PARAMS}
-LIMITS = [9, 60, 4, 12, 70, 7, 5, 3]
+LIMITS = [9, 34, 4, 12, 42, 7, 5, 3]
 """Of which two are long, so that these are left, not in the first slots."""
 
 
@@ -116,7 +116,7 @@ def test_a_batch_has_fewer_rows_as_its_texts_end(caches: list[StandIn], name: st
 ])  # fmt: skip
 def test_captured_texts_may_come_and_go(name: str, seed: int) -> None:
     decoder = decoder_of(name)
-    asked = requests(20)
+    asked = requests(14)
     random.Random(seed).shuffle(asked)
     engine, graphs = captured_engine(decoder, 9, reuse=True, chunk=5)
     sequences = [sequence(decoder, row, **one) for row, one in enumerate(asked)]
@@ -225,7 +225,7 @@ def test_tables_that_come_late_have_rows_for_all() -> None:
     for one in texts:
         engine.add(one)
         finish(engine)
-    crowd = [sequence(decoder, 2 + row, [4, 5, row], PENALTIES, limit=30 + row, seed=2 + row) for row in range(4)]
+    crowd = [sequence(decoder, 2 + row, [4, 5, row], PENALTIES, limit=14 + row, seed=2 + row) for row in range(4)]
     for one in crowd:
         engine.add(one)
     finish(engine)
@@ -367,7 +367,7 @@ def test_rows_that_nobody_captures_follow_the_texts(name: str) -> None:
     decoder = {**DECODERS, "plain": lambda: decoder_of("plain")}[name]().replace(eos_token_ids=())
     engine = open_engine(decoder, slots=5, elastic=True)
     texts = [
-        sequence(decoder, row, [3, 1, 4 + row], SamplingParams(), limit, seed=row) for row, limit in enumerate([4, 7, 9, 60, 5])
+        sequence(decoder, row, [3, 1, 4 + row], SamplingParams(), limit, seed=row) for row, limit in enumerate([4, 7, 9, 30, 5])
     ]
     for one in texts:
         engine.add(one)

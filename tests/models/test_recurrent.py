@@ -76,7 +76,7 @@ def test_a_text_that_is_cut_is_read_anew(model_type):
         assert decoder.generate(prompt, sampling=GREEDY, max_new_tokens=9).token_ids == plain(model, prompt, 9)
 
 
-@pytest.mark.parametrize("model_type", keeping(CASES, "jamba", "qwen3_next"))
+@pytest.mark.parametrize("model_type", keeping(CASES, "qwen3_next"))
 def test_a_second_turn_is_that_of_generate(model_type):
     """What is new of it is read from a state that is not empty, by several tokens at once or one by one."""
     model = build(model_type)
@@ -156,7 +156,7 @@ def test_a_beginning_is_read_at_once_and_the_rest_token_by_token(monkeypatch):
     assert calls == [(1, 20), (1, 1), (1, 1), (1, 1)]
 
 
-@pytest.mark.parametrize(("model_type", "tree"), keeping(PAIRS, ("jamba", "none"), ("mamba", "1x1x1x1")))
+@pytest.mark.parametrize(("model_type", "tree"), keeping(PAIRS, ("mamba", "1x1x1x1")))
 def test_captured_rounds_give_the_same_texts(caches, model_type, tree):
     """Rows end at different rounds, by a token that no limit foretells, while a round runs ahead of it."""
     model = build(model_type)

@@ -132,7 +132,7 @@ def test_a_corpus_goes_on_where_the_text_began(options, seed):
 
 @pytest.mark.parametrize("name", ["lookup", "corpus"])
 def test_tries_are_those_that_the_host_would_grow(monkeypatch, options, name):
-    monkeypatch.setattr(trie_module, "_HOPE", 1.0)  # the host looks for likely children first, in another order otherwise
+    monkeypatch.setattr(trie_module, "_UNSEEN", 1.0)  # the host looks for likely children first, in another order otherwise
     text = random_text(3, 200, vocabulary=6)
     _, tree = built([name], options, [text], nodes=16)
     limits = Limits(nodes=16, depth=DEPTH, width=WIDTH, least=0.0, ladder=trie_ladder(16, (16,)))

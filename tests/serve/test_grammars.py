@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from covering import keeping
+from covering import covering, keeping
 from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.engine import Decoder
@@ -141,8 +141,7 @@ def leaning(tokenizer, character):
     return {tokenizer.convert_tokens_to_ids(character): 100.0}
 
 
-@pytest.mark.parametrize("speculative", ["auto", "off"])
-@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(("speculative", "temperature"), covering(["auto", "off"], [0, 1]))
 def test_a_text_that_meets_a_limit_fails_alone(shared, tiny_decoder, speculative, temperature):
     body = {"prompt": "x", "max_tokens": 40, "seed": 5, "temperature": temperature, "speculative": speculative}
     body |= {"response_format": schema_format(EITHER)}
@@ -159,8 +158,7 @@ def test_a_text_that_meets_a_limit_fails_alone(shared, tiny_decoder, speculative
     assert "".join(event["choices"][0]["text"] for event in events[:-1]) in ("", "{")
 
 
-@pytest.mark.parametrize("drafts", ["static", "none", "n-grams"])
-@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize(("drafts", "temperature"), covering(["static", "none", "n-grams"], [0, 1]))
 def test_the_library_says_which_limit_a_text_met(roomy, drafts, temperature):
     decoder = loaded(roomy, **DRAFTS[drafts])
     sampling = SamplingParams(temperature=temperature, grammar=Grammar.json_schema(EITHER))

@@ -5,6 +5,7 @@ import threading
 
 import pytest
 
+from covering import keeping
 from polydraft.draft import TreeDrafter
 from polydraft.errors import FailureError
 from polydraft.lab.theory import Costs
@@ -77,7 +78,7 @@ def test_memory_is_what_was_reserved_whoever_comes(serving, stored):
             assert answers[number].json()["choices"][0]["text"] == fresh["choices"][0]["text"], asked(number)
 
 
-@pytest.mark.parametrize("draft", ["early-exit:1", "none"])
+@pytest.mark.parametrize("draft", keeping(["early-exit:1", "none"], "early-exit:1"))
 def test_slots_reserve_what_their_texts_need_and_no_more(roomy, serving, stored, draft):
     decoder = load(roomy, draft=draft, tree="3x2x1", dtype="float32")
     small = serving(decoder, slots=2, other_slots=1, own_trees=False)
@@ -94,7 +95,7 @@ def test_slots_reserve_what_their_texts_need_and_no_more(roomy, serving, stored,
     assert stored() == one
 
 
-@pytest.mark.parametrize("tree", ["3x2x1", "dynamic:16"])
+@pytest.mark.parametrize("tree", keeping(["3x2x1", "dynamic:16"], "dynamic:16"))
 def test_a_heads_memory_is_handed_on_too(roomy, serving, stored, tree):
     decoder = load(roomy, draft="none", dtype="float32")
     shape = HeadShape(hidden_size=32, taps=(1, 2), num_heads=2, num_key_heads=1, head_size=8, mlp_size=16, window=8)

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -74,8 +75,16 @@ def _later(extra_BNK: Tensor) -> Tensor:
     return torch.cat([extra_BNK[:, 1:], torch.zeros_like(extra_BNK[:, :1])], dim=1)
 
 
-def trees(device: str = "cpu") -> Iterator[DraftTree]:
-    """Yield trees of all kinds: static, random, chains, roots alone, wide ones, some with further children."""
+@cache
+def trees(device: str = "cpu") -> tuple[DraftTree, ...]:
+    """Return trees of all kinds: static, random, chains, roots alone, wide ones, some with further children.
+
+    They are made once: nobody may write into them.
+    """
+    return tuple(_trees(device))
+
+
+def _trees(device: str) -> Iterator[DraftTree]:
     for seed, tree in enumerate(["3x2x1", "chain:6", "5", "[[0],[1],[0,0],[0,1],[1,0],[0,0,0]]"]):
         yield static_tree(tree, 3, seed, device)
     for seed, (nodes, width) in enumerate([(1, 1), (2, 1), (17, 3), (40, 5), (12, 9), (33, 33)]):

@@ -98,8 +98,8 @@ def _tried(name: str, step: Step, subject: Subject, sizes: Sizes) -> list[Trial]
 def _raised(error: Exception) -> CounterExample:
     if isinstance(error, RuleError):
         return of_error(error)
-    line = first_line(error)
-    return CounterExample(reason=line if isinstance(error, ImproperDrawingError) else f"raised {type(error).__name__}: {line}")
+    improper = isinstance(error, ImproperDrawingError)
+    return CounterExample(reason=first_line(error) if improper else f"raised {first_line(error, kind=True)}")
 
 
 def _with_smallest(subject: Subject, trials: list[Trial], wrong: Trial) -> list[Trial]:

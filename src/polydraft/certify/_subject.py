@@ -278,7 +278,7 @@ def _imported(name: str) -> Any:
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a module may raise anything while it is imported
-        why = f"{type(error).__name__}: {first_line(error)}"
+        why = first_line(error, kind=True)
         raise UsageError(f"cannot import module {module_name!r} ({why}); run from its folder, or install it") from None
     finally:
         sys.path.remove(here)

@@ -1,4 +1,4 @@
-"""A drawn tree and a trie in one round: where one ends and the other begins, and how a device works on both concurrently."""
+"""A drawn tree and a trie in one round: where one ends and the other begins, and how a device builds both concurrently."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -50,14 +50,14 @@ class Border:
         return [max(len(tokens) - kept, 0) if tokens else 0 for tokens, kept in zip(emitted, self._kept, strict=True)]
 
 
-class Aside:
+class SideStream:
     """A stream in which a device works on n-grams while a draft's passes follow each other."""
 
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
 
     @contextmanager
-    def working(self, device: torch.device) -> Iterator[None]:
+    def running(self, device: torch.device) -> Iterator[None]:
         """Run what is launched here concurrently with what is launched next.
 
         What it leaves is used before the next round begins here, so that its memory is not taken too early.

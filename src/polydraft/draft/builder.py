@@ -40,7 +40,7 @@ class Builder(ByRow, ABC):
     policy: RowPolicy | None = None
     """Says on a CPU which rows rest, where some may, and how much the others draft."""
     asked_scheme: str | None = None
-    """The scheme that was asked for by name: a walk that was asked for as well must verify it."""
+    """The scheme that the user named. If they also named a walk, it must be able to verify this scheme."""
 
     @property
     @abstractmethod
@@ -53,8 +53,8 @@ class Builder(ByRow, ABC):
         """Random numbers per row that the next `build` uses."""
 
     @property
-    def plenty(self) -> Sequence[bool] | None:
-        """Rows whose last tree makes a draft's candidates superfluous; None where that is never said."""
+    def suffices(self) -> Sequence[bool] | None:
+        """Rows whose last tree is good enough to need no draft beside it; None if this builder never says so."""
         return None
 
     @property
@@ -74,7 +74,7 @@ class Builder(ByRow, ABC):
     def made_up(self, dtype: torch.dtype) -> DraftTree | None:
         """Return a tree of the usual form, from made-up logits, so that its kernels are compiled.
 
-        It launches the kernels that `build` does, and touches nothing that rounds do; None where there are none.
+        It launches the same kernels as `build` and leaves the rounds' own tensors alone; None if there are no kernels.
         """
         return None
 
@@ -96,10 +96,10 @@ class Builder(ByRow, ABC):
         """Places that a round's passes take in the source's memory, at most."""
         return self.num_nodes
 
-    def resolve_walk(self, wish: str) -> Walk:
-        """Return the walk that verifies the trees, where the user wishes for ``"auto"`` or a certain one."""
+    def resolve_walk(self, name: str) -> Walk:
+        """Return the walk that verifies the trees; `name` is what the user asked for, possibly ``"auto"``."""
         # Only a scheme that was asked for by name is held against a walk that was: at temperature 0 it is another one.
-        return resolve_walk(wish, self.scheme, insist=self.asked_scheme == self.scheme.name)
+        return resolve_walk(name, self.scheme, insist=self.asked_scheme == self.scheme.name)
 
     def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
         """Say how many rows share the rounds of each row, which may make smaller trees pay.
@@ -122,7 +122,7 @@ class Builder(ByRow, ABC):
         return (self.source,) if self.policy is None else (self.source, self.policy)
 
     def use(self, params: RowParams) -> None:
-        """Take the parameters that the rows have from now on: there are more or fewer of them than before."""
+        """Take the rows' new parameters: the number of rows has changed."""
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Begin new texts in some rows, and take the parameters of all rows."""

@@ -49,7 +49,7 @@ class DeviceGramSource(Source):
         self.credited: list[Sequence[int]] = []
         """Of the accepted path of each row: which cache proposed each token."""
         self.nodes, self.sources_BN = 1, torch.zeros(batch_size, 1, dtype=torch.long, device=device)
-        """Nodes of a trie, and which cache proposed each of the last one's; behind them one that is none."""
+        """Nodes of a trie, and the cache that proposed each node of the last one, with an extra entry for no cache."""
 
     def make_room(self, *, places: int, depth: int, captured: bool) -> None:
         """Record how many tokens a round may add."""
@@ -137,9 +137,9 @@ class DeviceTrieBuilder(Builder):
         """A capture looks at texts of one size, where they are."""
         return self.source.texts.tokens_BL.shape[1]
 
-    def resolve_walk(self, wish: str) -> Walk:
+    def resolve_walk(self, name: str) -> Walk:
         """Walk node by node."""
-        check_node_walk(self._name, wish)
+        check_node_walk(self._name, name)
         return NodeWalk()
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:

@@ -40,8 +40,8 @@ GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
     "corpus": ("corpus",),
 }
 """Drafters that need no draft model, with the caches they use; `self-draft` also has riders (`RIDERS`)."""
-_PLENTY = 4.0
-"""Tokens that a prediction must promise for the draft to be skipped in a round."""
+_SUFFICES = 4.0
+"""A round skips the draft for rows whose prediction promises this many tokens."""
 NOTHING_FOUND = "n-grams had nothing to propose that would pay"
 
 
@@ -105,7 +105,7 @@ class GramTree(Drafter):
         return make(source, sizes, self.options, target.device, name, policy)
 
     def _pacing(self, sizes: Sizes, batch_size: int, target: LanguageModel) -> RowPolicy:
-        """Return what says how many candidates pay; branches ride along whatever they are, and cost what they cost."""
+        """Return the policy that says how many candidates pay. Branches ride along in every pass: their cost is overhead."""
         most, riders = 1 + sizes.nodes, sizes.riders.most
         costs = self.costs or measured_costs(target, None, most, GRAMS)
         overhead = costs.overhead + costs.tree_pass(1 + riders) - costs.tree_pass(1)
@@ -132,10 +132,10 @@ class Riders(ByRow):
         """Begin anew in some rows."""
 
     def admit(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Take the parameters that all rows have from now on, and new texts in some of them."""
+        """Take the new parameters of all rows, and new texts in some of them."""
 
     def use(self, params: RowParams) -> None:
-        """Take the parameters that the rows have from now on: there are more or fewer of them than before."""
+        """Take the rows' new parameters: the number of rows has changed."""
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the texts."""
@@ -272,12 +272,12 @@ class TrieBuilder(Builder):
         return self.source.riders.num_uniforms
 
     @property
-    def plenty(self) -> Sequence[bool] | None:
+    def suffices(self) -> Sequence[bool] | None:
         """Rows whose prediction promises more than drafts bring."""
         if PREDICTION not in self.source.names:
             return None
         pairs = (zip(trie.sources, trie.chances, strict=True) for trie in self._tries)
-        return [sum(chance for source, chance in one if source == PREDICTION) >= _PLENTY for one in pairs]
+        return [sum(chance for source, chance in one if source == PREDICTION) >= _SUFFICES for one in pairs]
 
     @property
     def rest_reason(self) -> str:
@@ -285,9 +285,9 @@ class TrieBuilder(Builder):
         policy = self.policy if any(self.source.resting) else None
         return NOTHING_FOUND if policy is None else policy.rest_reason
 
-    def resolve_walk(self, wish: str) -> Walk:
+    def resolve_walk(self, name: str) -> Walk:
         """Walk node by node."""
-        check_node_walk(self._name, wish)
+        check_node_walk(self._name, name)
         return NodeWalk()
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:

@@ -26,10 +26,11 @@ _FURTHER = 1.3
 _LEAST_PRICE = 0.005
 """Minimum price of a drawn node, in plain passes: where the cost curve is flat, it still takes room from deeper levels."""
 _LOSING, _WINNING = 0.97, 1.03
-"""Tokens in the time of a plain pass: below the first a row rests from drafting; above the second its next rest is short."""
+"""Tokens in the time of a plain pass: below the first, a row stops drafting for a while; above the second, its next rest is
+short."""
 SHORTEST_REST, LONGEST_REST = 8, 64
 _FIRST_REST = 64
-"""Where a fair draft cannot pay, plain rounds before the first trial."""
+"""Plain rounds before the first trial, if a fair draft cannot pay."""
 _TRIAL, _SHORT_TRIAL = 4, 1
 """Minimum rounds that a row drafts before it may rest again; the second value if a fair draft cannot pay."""
 
@@ -38,27 +39,26 @@ REST_REASON = "it would have taken more time than it was likely to save"
 
 @dataclass(frozen=True, kw_only=True)
 class Belief:
-    """What is believed of a draft: what its probabilities mean, and how it fares before its first round."""
+    """What is assumed of a draft: what its probabilities mean, and how well it does before its first round."""
 
     typical: tuple[tuple[int, int, float], ...]
-    """Trees: nodes, levels, tokens per pass. What they would yield at given costs is the first belief."""
+    """Nodes, levels and tokens per pass of some trees: at the measured costs, the best of them is the first belief."""
     most_rate: float
     """Upper limit of that first belief."""
     growth: float
     """Tokens that a level brings for each of the level above."""
     front: int
-    """Nodes of a level that is worth its draft pass, about: what they cost lessens what a level is first believed to bring.
+    """Nodes that a level needs, roughly, to be worth its draft pass. Their cost is taken off what a level is assumed to bring.
 
     1 for a chain: what a level brings is known beforehand, and what its node costs is that of the next node."""
     unlisted: tuple[float, ...]
-    """Of the target's mass off the draft's n likeliest tokens, the share that is accepted all the same from n children, by n.
-
-    Drawing and coupling bring it."""
+    """By n: of the target's mass outside the draft's n likeliest tokens, the share that n children still accept, because they
+    are drawn and coupled."""
     greedy_temperature: float
     """Temperature at which the draft's probabilities best predict how often the target's likeliest token is among them."""
 
     def share(self, children: int) -> float:
-        """Return what `unlisted` says of so many children; it stays at its last number."""
+        """Return `unlisted` for this many children; beyond its end, its last number."""
         return self.unlisted[min(children, len(self.unlisted)) - 1] if children else 0.0
 
 
@@ -113,11 +113,11 @@ class Allotment:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Load:
-    """What rounds cost that so many rows share, in plain rounds of as many rows."""
+    """What rounds cost that are shared by this many rows, in plain rounds of as many rows."""
 
     rows: int
     passes: list[float]
-    """By the number of candidates that every row has."""
+    """Cost of a pass, by the number of candidates of each row."""
     level: float
     overhead: float
     rate: float
@@ -179,8 +179,8 @@ class Pace:
         """Probability of fronts, and what the level below them brought."""
         self.rest, self.trial, self.next_rest = 0, load.trial, SHORTEST_REST
         """Rounds left to rest, rounds left before the next rest may begin, and how long that will be."""
-        self.works, self.spared = True, False
-        """Whether the row takes part in rounds, and whether the next one needs no draft for it."""
+        self.works, self.skipped = True, False
+        """Whether the row takes part in rounds, and whether it skips the draft in the next one."""
         if adaptive and load.hopeless:
             # Drafting can hardly pay on this machine: plain first, then now and then a trial, for a draft better than most.
             self.rest, self.next_rest, self.tokens = _FIRST_REST, LONGEST_REST, self.spent
@@ -317,12 +317,12 @@ class RowPolicy(ByRow):
         """
         sharing = [pace for pace in self.paces if pace.load.rows > 1]
         enough = 2 * sum(pace.rest == 0 for pace in sharing) >= len(sharing)
-        return [pace.rest == 0 and not pace.spared and (enough or pace.load.rows == 1) for pace in self.paces]
+        return [pace.rest == 0 and not pace.skipped and (enough or pace.load.rows == 1) for pace in self.paces]
 
-    def spare(self, rows: Sequence[bool]) -> None:
-        """Say for which rows the next round has candidates enough without a draft."""
-        for pace, spared in zip(self.paces, rows, strict=True):
-            pace.spared = spared
+    def skip(self, rows: Sequence[bool]) -> None:
+        """Say which rows have enough candidates for the next round without a draft."""
+        for pace, skipped in zip(self.paces, rows, strict=True):
+            pace.skipped = skipped
         self._note_idleness()
 
     def _note_idleness(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.draft.border import Aside, Border
+from polydraft.draft.border import Border, SideStream
 from polydraft.draft.builder import Builder
 from polydraft.models import Context
 from polydraft.models.language_model import Observer
@@ -42,9 +42,9 @@ class Reading:
     """How new texts are to be read by the target."""
 
     limits: Sequence[int] | None
-    """How many tokens of each text, read before, need no second look; None for all of them."""
+    """How many tokens of each text, of those it has read before, the target need not read again; None for all."""
     observer: Observer | None
-    """Who wants to see features meanwhile."""
+    """Sees the target's features while it reads; None if no source needs them."""
 
 
 class DraftSession(ByRow):
@@ -63,7 +63,7 @@ class DraftSession(ByRow):
     certain : Builder, optional
         Lists candidates that depend on the past only.
     rests : str, optional
-        Why there is neither, if a draft is there that would not pay.
+        Why there is neither, if there is a draft that would not pay.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class DraftSession(ByRow):
         self._drafted = True
         """Whether the drawn tree was more than its root."""
         self._border = Border(drawn.depth) if drawn is not None and certain is not None else None
-        self._aside = Aside()
-        self._told: list[tuple[int, Callable[[Sequence[Sequence[int]]], None]]] = []
-        """How many numbers each part reports, and who takes them."""
+        self._side_stream = SideStream()
+        self._reports: list[tuple[int, Callable[[Sequence[Sequence[int]]], None]]] = []
+        """How many numbers each part of the last round reports, and the function that takes them."""
 
     def borrow(self, context: Context) -> None:
         """Lend the target's own memory to sources that work in it."""
@@ -135,7 +135,7 @@ class DraftSession(ByRow):
         return max((builder.num_kinds for builder in self._builders), default=1)
 
     def rehearse(self, number: int | None) -> None:
-        """Let all rounds be of one of these kinds, until told None."""
+        """Make all rounds of the kind with this number; None ends the rehearsal."""
         for builder in self._builders:
             builder.rehearse(number)
 
@@ -143,10 +143,10 @@ class DraftSession(ByRow):
         """Return a made-up tree for compilation; see `Builder.made_up`."""
         return None if self._drawn is None or self._certain is not None else self._drawn.made_up(dtype)
 
-    def resolve_walk(self, wish: str) -> Walk:
-        """Return the walk that verifies the proposals, where the user wishes for ``"auto"`` or a certain one."""
+    def resolve_walk(self, name: str) -> Walk:
+        """Return the walk that verifies the proposals; `name` is what the user asked for, possibly ``"auto"``."""
         builder = self._certain or self._drawn
-        return resolve_walk(wish, _NAIVE, insist=False) if builder is None else builder.resolve_walk(wish)
+        return resolve_walk(name, _NAIVE, insist=False) if builder is None else builder.resolve_walk(name)
 
     @property
     def elastic(self) -> bool:
@@ -176,7 +176,7 @@ class DraftSession(ByRow):
         return self._builders
 
     def use(self, params: RowParams) -> None:
-        """Take the parameters that the rows have from now on: there are more or fewer of them than before."""
+        """Take the rows' new parameters: the number of rows has changed."""
         for builder in self._builders:
             builder.use(params)
 
@@ -235,15 +235,15 @@ class DraftSession(ByRow):
             return self._attached(host_tree or self._host_tree(tail_B2, uniforms_BU), uniforms_BU)
         certain = host_tree
         if certain is None and self._certain is not None:
-            with nullcontext() if self._certain.on_host else self._aside.working(tail_B2.device):
+            with nullcontext() if self._certain.on_host else self._side_stream.running(tail_B2.device):
                 certain = self._host_tree(tail_B2, uniforms_BU)
-        if self._certain is not None and self._certain.plenty is not None and self._drawn.policy is not None:
-            self._drawn.policy.spare(self._certain.plenty)
+        if self._certain is not None and self._certain.suffices is not None and self._drawn.policy is not None:
+            self._drawn.policy.skip(self._certain.suffices)
         self._drafted = not self._drawn.resting
         drawn = self._drawn.build(tail_B2, uniforms_BU[:, : self._drawn.num_uniforms])
         if certain is None or self._border is None:
             return drawn
-        self._aside.join(tail_B2.device)
+        self._side_stream.join(tail_B2.device)
         self._border.nodes = drawn.tokens_BN.shape[1]
         return union(drawn, self._attached(certain, uniforms_BU))
 
@@ -282,9 +282,9 @@ class DraftSession(ByRow):
             source_of_grams = self._certain.source
             report_BX = source_of_grams.commit(verdict, verdict.path_BD, keep_B, features_BNF)
             reports.append((report_BX, source_of_grams.receive))
-        told = [(report, take) for report, take in reports if report is not None]
-        self._told = [(report.shape[1], take) for report, take in told]
-        return torch.cat([report for report, _ in told], dim=1) if told else None
+        made = [(report, take) for report, take in reports if report is not None]
+        self._reports = [(report.shape[1], take) for report, take in made]
+        return torch.cat([report for report, _ in made], dim=1) if made else None
 
     def receive(self, reports: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]]) -> list[list[str]]:
         """Take on the host what `commit` returned, before `settle`; say who proposed each accepted token.
@@ -296,7 +296,7 @@ class DraftSession(ByRow):
             Without the token that the target added.
         """
         start = 0
-        for width, take in self._told:
+        for width, take in self._reports:
             take([report[start : start + width] for report in reports])
             start += width
         names = [self._credits(row, tokens) for row, tokens in enumerate(accepted)]

@@ -28,21 +28,21 @@ FEW_STEPS = (0, 8, 24, 64)
 """The same where tokens cost little and preparing much: on a GPU, which captures a round of every size."""
 _FURTHER = 16
 """By so many candidates larger rounds differ."""
-_SPARE = 0.25
-"""Part of the least chance that candidates must have to fill places of the pass that would stay empty."""
-_HOPE = 0.5
-"""Part of a node's chance that its children are thought to have before they are looked for. Looking takes most of the time, and
-for most nodes it does not come to it."""
+_FILLING = 0.25
+"""Places of a pass that would stay empty are filled with candidates whose chance is at least this part of the usual minimum."""
+_UNSEEN = 0.5
+"""Children that were not looked up yet are assumed to have this part of their parent's chance. Looking up takes most of the
+time, and most nodes never need it."""
 
 
-def check_node_walk(name: str, wish: str) -> None:
-    """Refuse walks over whole paths, whose acceptance is reckoned from the distribution that every child was drawn from.
+def check_node_walk(drafter: str, walk: str) -> None:
+    """Refuse walks over whole paths: they need the distribution that each child was drawn from, and n-grams have none.
 
-    `name` is the drafter that was asked for; nothing is refused without one.
+    Nothing is refused if no `drafter` was named.
     """
-    if name and wish not in (AUTO, NodeWalk.name):
+    if drafter and walk not in (AUTO, NodeWalk.name):
         raise UsageError(
-            f"walk {wish!r} cannot verify n-grams, which drafter {name!r} proposes; allowed: auto, {NodeWalk.name}"
+            f"walk {walk!r} cannot verify n-grams, which drafter {drafter!r} proposes; allowed: auto, {NodeWalk.name}"
         )
 
 
@@ -161,7 +161,7 @@ def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits
     limits : Limits
     """
     trie = TokenTrie(root)
-    spare = limits.least * _SPARE
+    filling = limits.least * _FILLING
     # Falling chance; then the order in which they were found. Of each: parent, token, and who proposed it; no token where
     # the children of a node are yet to be found.
     waiting: list[tuple[float, int, int, int | None, str]] = [(-1.0, 0, 0, None, "")]
@@ -170,14 +170,14 @@ def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits
     while waiting and len(trie) <= limits.nodes:
         negative, _, node, token, name = heappop(waiting)
         if token is None:
-            chance = negative if node == 0 else negative / _HOPE
+            chance = negative if node == 0 else negative / _UNSEEN
             for following, (own, source) in _ways(names, memories, _place(trie, memories, places, node), limits.width).items():
-                if -chance * own >= spare:
+                if -chance * own >= filling:
                     found += 1
                     heappush(waiting, (chance * own, found, node, following, source))
             continue
         if len(trie) > room:
-            if -negative < limits.least * _HOPE:
+            if -negative < limits.least * _UNSEEN:
                 break
             if -negative < limits.least:  # children of a node that waits at less than its chance may still be likely enough
                 continue
@@ -186,7 +186,7 @@ def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits
         places.append(None)
         if trie.depths[child] < limits.depth:
             found += 1
-            heappush(waiting, (negative * _HOPE, found, child, None, ""))
+            heappush(waiting, (negative * _UNSEEN, found, child, None, ""))
     return trie
 
 

@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 
-from polydraft.errors import UsageError
-from polydraft.models.families import first_line, quantised_by
+from polydraft.errors import UsageError, first_line
+from polydraft.models.families import quantised_by
 
 logger = logging.getLogger(__name__)
 _CONFIG = "adapter_config.json"
@@ -121,7 +121,7 @@ def with_adapter(model: Any, folder: str, name: str, **options: Any) -> Any:
     try:
         config = peft.PeftConfig.from_pretrained(folder, **options)
     except Exception as error:  # of the hub's client, of broken files, of kinds that this release does not know
-        raise UsageError(f"cannot load adapter {folder!r} ({first_line(error)}); allowed: {ALLOWED}") from None
+        raise UsageError(f"cannot load adapter {folder!r} ({first_line(error, kind=True)}); allowed: {ALLOWED}") from None
     _check_kind(folder, config)
     config.inference_mode = True
     try:
@@ -134,7 +134,7 @@ def with_adapter(model: Any, folder: str, name: str, **options: Any) -> Any:
             base = adapted.get_base_model().eval()
             merged = base if quantised_by(model) is not None else adapted.merge_and_unload()
     except Exception as error:  # modules that the target does not have, tensors of other shapes, kinds that cannot be merged
-        reason = "its tensors have other shapes" if "size mismatch" in str(error) else first_line(error)
+        reason = "its tensors have other shapes" if "size mismatch" in str(error) else first_line(error, kind=True)
         raise UsageError(
             f"adapter {folder!r} does not fit target {name!r} ({reason}); use the model that it was trained on"
         ) from None

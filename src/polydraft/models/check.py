@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from polydraft.errors import PolydraftError, UsageError
-from polydraft.models.families import first_line
+from polydraft.errors import PolydraftError, UsageError, first_line
 from polydraft.models.twin import POSITIONS, WINDOW, WINDOWS, twins
 from polydraft.trees import Block, parse_tree
 
@@ -123,7 +122,9 @@ def _check(model: "HFModel", lengths: Sequence[int], tolerance: float, tree: str
     except PolydraftError:
         raise
     except Exception as error:
-        raise UsageError(f"{_name(model)} cannot score trees ({first_line(error)}); docs/models.md lists what works") from error
+        raise UsageError(
+            f"{_name(model)} cannot score trees ({first_line(error, kind=True)}); docs/models.md lists what works"
+        ) from error
     what = "tree masks" if model.recurrence is None else "the states of its recurrent layers"
     for number, path in enumerate(paths):
         row, branch = divmod(number, len(branches))

@@ -162,12 +162,6 @@ def steady_positions(config: Any) -> bool:
     return all(part.get("rope_type") in _STEADY_ROPE for part in parts)
 
 
-def first_line(error: BaseException) -> str:
-    """Return kind and first line of an error, for a message of one line."""
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
-
-
 def _scale_step(config: Any) -> int | None:
     """Return at how many tokens Llama 4 and Inkling scale their queries otherwise, by the number of slots before them."""
     if (floor := getattr(config, "log_scaling_n_floor", None)) is not None:

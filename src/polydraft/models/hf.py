@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polydraft.errors import PolydraftError, UsageError
+from polydraft.errors import PolydraftError, UsageError, first_line
 from polydraft.models.adapters import Weights
 from polydraft.models.bodies import fast_body, kernel_obstacle, lean_body
 from polydraft.models.cache import SlotCache, stored_layers
@@ -17,7 +17,6 @@ from polydraft.models.check import check_habits
 from polydraft.models.families import (
     FAMILIES,
     context_limit,
-    first_line,
     quantised_by,
     refuse_unsupported,
     steady_positions,
@@ -261,15 +260,15 @@ def in_training(role: str) -> UsageError:
 
 
 def _does_not_work(model: Any, error: Exception) -> UsageError:
-    kind, scheme = text_config(model).model_type, quantised_by(model)
+    kind, scheme, reason = text_config(model).model_type, quantised_by(model), first_line(error, kind=True)
     if scheme is not None:
         dtype = str(model.dtype).removeprefix("torch.")
         return UsageError(
-            f"model type {kind!r}, quantised by {scheme}, does not run under trees in {dtype} ({first_line(error)}); try "
+            f"model type {kind!r}, quantised by {scheme}, does not run under trees in {dtype} ({reason}); try "
             "another dtype, or weights that are not quantised (on a CPU with dtype int8 for as little memory)"
         )
     return UsageError(
-        f"model type {kind!r} does not work as a causal language model ({first_line(error)}); docs/models.md lists what works"
+        f"model type {kind!r} does not work as a causal language model ({reason}); docs/models.md lists what works"
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 from polydraft.devices import is_host
-from polydraft.errors import FailureError, PolydraftError, UsageError
+from polydraft.errors import FailureError, PolydraftError, UsageError, first_line
 from polydraft.models.adapters import ALLOWED, check_adapter, with_adapter
 from polydraft.models.bundled import BUNDLED, bundled_source
 from polydraft.models.families import scheme_of
@@ -139,12 +139,12 @@ def load_model(
             "code; save it again with safetensors"
         ) from None
     except (SafetensorError, RuntimeError, EOFError) as error:
-        reason = _first_line(error)
+        reason = first_line(error)
         if "ignore_mismatched_sizes" in reason:  # an option of its own that is not offered here
             reason = "its tensors have other shapes than config.json says"
         raise FailureError(f"cannot read the weights of model {name!r} ({reason}); download or save it again") from None
     except Exception as error:  # tokenizers raise nothing narrower
-        raise FailureError(f"cannot load model {name!r} ({_first_line(error)}); download or save it again") from None
+        raise FailureError(f"cannot load model {name!r} ({first_line(error)}); download or save it again") from None
     if missing := sorted(found["missing_keys"]):  # transformers would make them up
         raise FailureError(
             f"the weights of model {name!r} lack {len(missing)} of its tensors, such as {missing[0]}; download or save it again"
@@ -200,7 +200,7 @@ def _pretrained(name: str, folder: str, **options: Any) -> tuple[Any, dict[str, 
         scheme = scheme_of(AutoConfig.from_pretrained(folder, local_files_only=True))
         if scheme is None:
             raise
-        reason = _first_line(error)
+        reason = first_line(error)
     raise UsageError(
         f"cannot load model {name!r}, whose weights are quantised by {scheme} ({reason}); install "
         f"{PACKAGES.get(scheme, 'what that takes')}, or use weights that are not quantised"
@@ -243,7 +243,7 @@ def _is_larger_than_its_files(folder: str) -> bool:
 
 def name_obstacle(folder: str, error: Exception) -> str:
     """Say what a folder, or a name that may be on a hub, lacks."""
-    reason = _first_line(error)
+    reason = first_line(error)
     if not os.path.isdir(folder):
         there = "does not appear to have" in reason  # a file of it was asked for, not the whole
         return f"what is there is incomplete ({reason})" if there else f"no such folder, and not found on a hub ({reason})"
@@ -270,12 +270,6 @@ def _shards(folder: str) -> list[str]:
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
             continue
     return []
-
-
-def _first_line(error: Exception) -> str:
-    """Return what an error says, in one line; the next one too where the first only announces it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
-    return " ".join(lines[: 2 if lines[0].endswith(":") else 1])
 
 
 def _load_inflated(

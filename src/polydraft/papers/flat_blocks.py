@@ -23,9 +23,9 @@ from polydraft.verify.walk import TargetDistribution, fault_of
 class FlatBlocksBuilder(TrieBuilder):
     """Chains that share no nodes, those of the longest prefixes first, and their walk."""
 
-    def resolve_walk(self, wish: str) -> Walk:
+    def resolve_walk(self, name: str) -> Walk:
         """Keep the longest chain; other walks than node by node are refused as elsewhere."""
-        check_node_walk(self._name, wish)
+        check_node_walk(self._name, name)
         return FlatBlocksWalk(1 + self._options.most_nodes)
 
     def trie(self, memories: Sequence[GramMemory], root: int) -> TokenTrie:

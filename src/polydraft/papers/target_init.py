@@ -93,7 +93,7 @@ class TargetInitBuilder(StoppingBuilder):
         """The tree's, and one for each token from the target."""
         return super().num_uniforms + self._width
 
-    def resolve_walk(self, wish: str) -> Walk:
+    def resolve_walk(self, name: str) -> Walk:
         """Keep the longest path."""
         return self._walk
 

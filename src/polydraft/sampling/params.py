@@ -167,7 +167,7 @@ class SamplingParams:
             "presence_penalty": max(-self.presence_penalty, 0.0),
             "frequency_penalty": max(-self.frequency_penalty, 0.0) * _USUAL_LOGIT,
         }
-        # Compared without dividing by a tiny number, which is none for floats.
+        # Multiplied rather than divided: dividing by a tiny temperature would overflow.
         if _USUAL_LOGIT + sum(reach.values()) <= LARGEST * (min(self.temperature, 1.0) or 1.0):
             return
         name = max(reach, key=lambda one: reach[one])

@@ -57,7 +57,8 @@ def resampled_sums(table_KF: NDArray[Any]) -> NDArray[Any]:
     """Return the sums of a table's columns, `[1 + X, F]`: of its rows, then of X resamples of them."""
     count = len(table_KF)
     drawn_XK = np.random.default_rng(0).integers(count, size=(_RESAMPLES, count))
-    weights_XK = np.stack([np.bincount(drawn_K, minlength=count) for drawn_K in drawn_XK])
+    places_XK = drawn_XK + count * np.arange(len(drawn_XK))[:, None]  # one count over all resamples, each in its own bins
+    weights_XK = np.bincount(places_XK.ravel(), minlength=drawn_XK.size).reshape(drawn_XK.shape)
     return np.asarray(np.vstack([np.ones(count), weights_XK]) @ table_KF)
 
 

@@ -149,7 +149,7 @@ class Fault(IntEnum):
 
 def fault_of(target_probs_RV: Tensor, draft_probs_RV: Tensor) -> Tensor:
     """Return the `Fault` of each row's distributions at one node."""
-    # A target's distribution that is not a number is none anywhere; a draft's may lack tokens, which are 0 all the same.
+    # If the target's distribution is NaN, all of it is; a draft's may lack tokens, which are 0 even then.
     fault_R = torch.where(draft_probs_RV.sum(-1).isnan(), Fault.DRAFT, Fault.NONE)
     return torch.where(target_probs_RV[:, 0].isnan(), Fault.TARGET, fault_R)
 
@@ -238,7 +238,7 @@ def resolve_walk(name: str, scheme: Scheme, *, insist: bool = True) -> Walk:
         The one that trees are drawn by.
     insist : bool
         Whether a walk that does not fit the scheme is an error. If not, the best one that fits takes its place: for schemes
-        that nobody asked for, as where drafts of temperature 0 are the likeliest tokens, whatever the scheme.
+        that the user did not choose, such as the one for drafts at temperature 0.
     """
     check_walk(name, AUTO)
     if name != AUTO and WALKS.get(name).fits(scheme):

@@ -5,18 +5,7 @@
 `linear_program_optimum`, `subset_optimum` and `product_optimum`, which are for tiny vocabularies.
 """
 
-from polydraft.draft.speedup import (
-    Costs,
-    RatedTree,
-    chain_tokens,
-    cost_curve,
-    fastest_tree,
-    improvement_factor,
-    largest_tree,
-    speedup,
-    token_acceptance,
-    tree_tokens,
-)
+from polydraft.draft.speedup import Costs, cost_curve, speedup, tree_tokens
 from polydraft.lab.theory.acceptance import RowAcceptance, acceptance, naive_acceptance
 from polydraft.lab.theory.lp import DraftDistribution, linear_program_optimum, product_optimum, subset_optimum
 from polydraft.lab.theory.optimum import (
@@ -26,6 +15,14 @@ from polydraft.lab.theory.optimum import (
     top_optimum,
     with_replacement_optimum,
     without_replacement_optimum,
+)
+from polydraft.lab.theory.speed import (
+    RatedTree,
+    chain_tokens,
+    fastest_tree,
+    improvement_factor,
+    largest_tree,
+    token_acceptance,
 )
 
 __all__ = [

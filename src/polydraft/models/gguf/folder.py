@@ -1,7 +1,7 @@
 """Converted GGUF files in the cache: found by their content, made once, by one process at a time, and resumable.
 
-A folder is complete when its manifest is there, which is written last. Its other files are complete or absent, too, so that
-whoever comes next goes on from them; those that nobody goes on from are removed after a week.
+A folder is complete when it has its manifest, which is written last. Each of its other files is also complete or absent, so the
+next process can continue from them; abandoned folders are removed after a week.
 """
 
 import hashlib
@@ -186,7 +186,7 @@ def _discard(folder: Path) -> None:
 
 
 def _tidy(root: Path) -> None:
-    """Remove what killed processes were writing, and what nobody went on from for long."""
+    """Remove what killed processes were writing, and folders abandoned long ago."""
     remove_leftovers(cache_root())  # of earlier versions
     with suppress(OSError):
         for folder in [path for path in root.iterdir() if path.is_dir() and not (path / MANIFEST).exists()]:
@@ -208,7 +208,7 @@ def _mention_earlier(source: Path) -> None:
 
 
 def _fingerprint(source: Path) -> str:
-    """Return what tells a file from others, whatever it is called and wherever it is."""
+    """Return a digest of a file's size and of its first and last bytes, which identifies it under any name."""
     size = source.stat().st_size
     with source.open("rb") as file:
         head = file.read(_SAMPLE)
