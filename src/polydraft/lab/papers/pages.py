@@ -13,6 +13,7 @@ from typing import Any
 from polydraft.lab.charts import Chart
 from polydraft.lab.estimate import Verdict
 from polydraft.lab.papers.paper import Comparison, Paper, Results, table
+from polydraft.output import write_text
 
 FILE = "reproduction.md"
 """All tables of a reproduction, in its folder."""
@@ -95,7 +96,7 @@ def write_kept(results: Results, path: Path) -> None:
         else:
             methods = ",\n   ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in run["methods"].items())
             lines.append(f'  "methods": {{\n   {methods}}}\n }},')
-    path.write_text("{\n" + "\n".join(lines).removesuffix(",") + "\n}\n", encoding="utf-8")
+    write_text(path, "{\n" + "\n".join(lines).removesuffix(",") + "\n}\n")
 
 
 def charts(paper: Paper, results: Results) -> list[Chart]:
