@@ -404,6 +404,8 @@ def test_a_folder_of_prompt_sets_gives_each_run_its_own(
         assert "speedup" in kept["other"]["methods"]["ar"] and "speedup" not in kept["one"]["methods"]["ar"]
     code, _, err = invoke(*options, "--reproduce", "small", "--runs", "conted")
     assert code == 2 and "did you mean 'counted'" in err
+    code, _, err = invoke(*options, "--reproduce", "small", "--methods", "ar sd:5")
+    assert code == 2 and "unknown method 'sd:5'" in err
     (sets / "other.jsonl").unlink()
     code, _, err = invoke(*options, "--reproduce", "small")
     assert code == 2 and err.count("\n") == 1 and "holds no other.jsonl" in err

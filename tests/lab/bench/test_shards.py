@@ -180,7 +180,7 @@ def small_paper(results: Results) -> list[Comparison]:
 
 
 def test_a_reproduction_can_be_shared(invoke, bench, tmp_path: Path, registered: Callable[..., None]) -> None:
-    counted = Run(name="t0", prompts="here", temperature=0.0, methods=("ar", "mcsd:2x1", "mcsd:3"))
+    counted = Run(name="t0", prompts="here", temperature=0.0, methods=("ar", "sd:2", "mcsd:2x1", "mcsd:3"))
     runs = (counted, replace(counted, name="t1", temperature=1.0, timed=True))
     registered(PAPERS, "small", Paper(title="A paper", runs=runs, tables=small_paper))
     for index in (1, 2):
@@ -198,5 +198,5 @@ def test_a_reproduction_can_be_shared(invoke, bench, tmp_path: Path, registered:
     assert code == 0 and (tmp_path / "all" / "t1" / "results.json").stat().st_mtime_ns == before, (
         "what is whole is not made again"
     )
-    assert [*read(tmp_path / "all" / "t0")["methods"]] == ["ar", "mcsd:2x1"], "--methods leaves out the third"
+    assert [*read(tmp_path / "all" / "t0")["methods"]] == ["ar", "sd:2", "mcsd:2x1"], "--methods leaves out the last"
     assert read(tmp_path / "all" / "t0")["settings"]["batch"] == 2 and "batch" not in read(tmp_path / "all" / "t1")["settings"]

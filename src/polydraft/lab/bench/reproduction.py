@@ -37,12 +37,15 @@ RunBench = Callable[[BenchSession, Path], dict[str, Any]]
 """Runs a benchmark in a folder and returns its results."""
 
 
-def check_runs(names: Collection[str], papers: Sequence[str]) -> None:
-    """Refuse names of runs that none of the papers has."""
-    known = [ALL_RUNS, *_KINDS.values(), *dict.fromkeys(run.name for paper in papers for run in PAPERS.get(paper).runs)]
-    for name in names:
-        if name not in known:
-            raise unknown_name("run", name, known)
+def check_choice(papers: Sequence[str], names: Collection[str], methods: Collection[str]) -> None:
+    """Refuse names of runs and methods that none of the papers has."""
+    runs = [run for paper in papers for run in PAPERS.get(paper).runs]
+    known = [ALL_RUNS, *_KINDS.values(), *dict.fromkeys(run.name for run in runs)]
+    arms = dict.fromkeys(arm for run in runs if isinstance(run, Run) for arm in run.arms)
+    for kind, given, allowed in (("run", names, known), ("method", methods, arms)):
+        for name in given:
+            if name not in allowed:
+                raise unknown_name(kind, name, allowed)
 
 
 class Reproduction:
@@ -70,7 +73,8 @@ class Reproduction:
         """Missing files that were reported already."""
         self._on_gpu = captures(resolve_device(options["device"]))
         self._only = set(options["methods"].split()) if "methods" in self._given else None
-        self.runs = [run for run in self.paper.runs if {ALL_RUNS, run.name, _KINDS[run.timed]} & {*runs} and self._has_arms(run)]
+        named = [run for run in self.paper.runs if {ALL_RUNS, run.name, _KINDS[run.timed]} & {*runs}]
+        self.runs = [run for run in named if self._has_arms(run)]
         for run in self.runs:
             self._source(run)
 

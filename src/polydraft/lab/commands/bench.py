@@ -166,17 +166,17 @@ def _reproduce(
     names: str, size: str, given: set[str], options: dict[str, Any], out: Path, *, resume: bool, runs: list[str]
 ) -> None:
     """Measure papers again, several in folders of their own, with models that are loaded once."""
-    from polydraft.lab.bench.reproduction import Reproduction, check_runs
+    from polydraft.lab.bench.reproduction import Reproduction, check_choice
     from polydraft.lab.bench.session import Models
     from polydraft.lab.papers import PAPERS
 
     chosen, models = PAPERS.names() if names == "all" else names.split(","), Models()
     places = {name: out / name if len(chosen) > 1 else out for name in chosen}
-    check_runs(runs, chosen)
+    check_choice(chosen, runs, options["methods"].split() if "methods" in given else ())
     made = [Reproduction(name, size, options, given, models, runs) for name in chosen]
     papers = [paper for paper in made if paper.runs]
     if not papers:
-        raise UsageError(f"--reproduce {names} has no such runs with methods {options['methods']}; docs/papers names them")
+        raise UsageError(f"none of the runs {','.join(runs)} of {names} has a method among {options['methods']}")
     for paper in papers:
         paper.check(places[paper.name], resume=resume)
     found = {}
