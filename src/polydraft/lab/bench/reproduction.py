@@ -181,7 +181,7 @@ class Reproduction:
         if path.exists() and json.loads(path.read_text(encoding="utf-8"))["mark"] == mark:
             return
         analysis = Analysis(settings)
-        rows = [row.as_dict(paper_bound=True) for row in analysis.rows()]
+        rows = [row.as_dict(paper_bound=True, by_prompt=True) for row in analysis.rows()]
         place = machine(analysis.pair.device)
         shown = {
             "target": settings.target,
