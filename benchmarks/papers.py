@@ -21,7 +21,7 @@ def rendered() -> dict[Path, str]:
     for name in PAPERS.names():
         papers[name] = paper, results = PAPERS.get(name), read_kept(PAGES / "results" / f"{name}.json")
         page = PAGES / f"{name}.md"
-        files[page] = filled(page.read_text(encoding="utf-8"), page_sections(paper, results, f"plots/{name}-"))
+        files[page] = filled(page.read_text(encoding="utf-8"), page_sections(name, paper, results, f"plots/{name}-"))
         for chart in charts(paper, results):
             files[PAGES / "plots" / f"{name}-{chart.file}"] = chart.content
     overview = PAGES / "README.md"
@@ -29,9 +29,8 @@ def rendered() -> dict[Path, str]:
     return files
 
 
-def take_over(name: str, found: Path) -> None:
+def take_over(name: str, found: Path, place: Path) -> None:
     """Replace the runs of a paper that were measured again, and drop runs that it no longer has."""
-    place = PAGES / "results" / f"{name}.json"
     known = {**read_kept(place), **read_kept(found)}
     write_kept(Results({run.name: known[run.name] for run in PAPERS.get(name).runs if run.name in known}), place)
 
@@ -41,7 +40,7 @@ def main() -> None:
         for name in PAPERS.names():
             for found in (folder / f"{name}.json", folder / name / f"{name}.json"):
                 if found.exists():
-                    take_over(name, found)
+                    take_over(name, found, PAGES / "results" / f"{name}.json")
     for path, content in rendered().items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(content, encoding="utf-8")

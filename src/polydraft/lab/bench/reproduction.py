@@ -1,6 +1,7 @@
 """Paper reproductions: one run after the other, each in its own folder, and tables at the end."""
 
 import dataclasses
+import datetime
 import json
 import logging
 import shutil
@@ -191,6 +192,7 @@ class Reproduction:
             "machine": place["gpu"] or f"{place['threads']} threads of {place['cpu']}",
             "prompts": max(size.prompts for size in analysis.sizes),
             "positions": max(size.positions for size in analysis.sizes),
+            "created": datetime.date.today().isoformat(),
             "source": Path(settings.source).name.removesuffix(".jsonl") + "".join(f" ({one})" for one in settings.categories),
         }
         out.mkdir(parents=True, exist_ok=True)

@@ -31,6 +31,8 @@ _KEPT = (
 _KEPT_OF_TIME = ("tokens_per_second", "speedup", "joules_per_token", "replayed_share", "peak_memory_bytes")
 _KEPT_OF_CATEGORIES = ("tokens_per_pass", "speedup")
 _BRANCHES = 8
+_MOST_RUNS = 6
+"""Of a table whose command names them."""
 CLAIMS = "claims"
 """Mark of the table of what a paper says."""
 _CLAIM_COLUMNS = ("what it says", "here, 95 % interval", "holds", "why")
@@ -109,8 +111,11 @@ def measured(comparison: Comparison) -> list[Sequence[str]]:
     return [row for row in comparison.ours if "–" not in " ".join(row) or any(re.search(r"\d\.\d", cell) for cell in row[1:])]
 
 
-def section(comparison: Comparison, results: Results, charts_in: str = "") -> list[str]:
-    """Write a comparison in Markdown, ours and the published figures in separate tables, or that nothing was measured."""
+def section(comparison: Comparison, results: Results, charts_in: str = "", name: str | None = None) -> list[str]:
+    """Write a comparison in Markdown, ours and the published figures in separate tables, or that nothing was measured.
+
+    With the name of the paper, the command comes with it that measures just that again.
+    """
     lines = ["**Ours**: not measured yet."]
     if rows := measured(comparison):
         lines = [f"**Ours** ({results.about(*comparison.runs)})", "", *table(comparison.columns, rows)]
@@ -124,6 +129,9 @@ def section(comparison: Comparison, results: Results, charts_in: str = "") -> li
         lines += table(comparison.published_columns, comparison.published)
     if comparison.remark and rows:
         lines += ["", comparison.remark]
+    if name is not None and len(comparison.runs) <= _MOST_RUNS:
+        runs = ",".join(comparison.runs)
+        lines += ["", f"Again: `polydraft bench --reproduce {name} --size page --runs {runs} --prompts PROMPTS --out DIR`"]
     return lines
 
 
@@ -152,9 +160,9 @@ def filled(page: str, sections: Mapping[str, Sequence[str]]) -> str:
     return page
 
 
-def page_sections(paper: Paper, results: Results, charts_in: str) -> dict[str, list[str]]:
+def page_sections(name: str, paper: Paper, results: Results, charts_in: str) -> dict[str, list[str]]:
     """Return what belongs between the marks of a paper's page."""
-    sections = {one.key: [f"### {one.title}", "", *section(one, results, charts_in)] for one in paper.tables(results)}
+    sections = {one.key: [f"### {one.title}", "", *section(one, results, charts_in, name)] for one in paper.tables(results)}
     return sections | {CLAIMS: ["### Its claims, and whether they hold", "", *claims(paper, results)]}
 
 
