@@ -96,7 +96,7 @@ def _points(results: Results, names: dict[str, str], key: str, sign: int = 1) ->
     for label, method in names.items():
         x, y = results.figure(_SPEED, method, key), results.figure(_QUALITY, method, "log_likelihood_per_token")
         if x is not None and y is not None:
-            found.append((label, sign * x, y))
+            found.append((label, x.scaled(sign), y))
     return found
 
 

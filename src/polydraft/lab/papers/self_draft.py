@@ -61,14 +61,16 @@ _SETS = {
 """Benchmarks by set of prompts and its categories; with none, all of the set. GSM8K's questions stand in spec_bench too."""
 
 
-def _efficiency(results: Results, prompts: str, categories: tuple[str, ...], temperature: float, method: str) -> float | None:
+def _efficiency(
+    results: Results, prompts: str, categories: tuple[str, ...], temperature: float, method: str
+) -> Estimate | None:
     """Return tokens per pass, the mean of categories that are alike in size."""
     run = run_name(prompts, temperature)
     if not categories:
         return results.figure(run, method, "tokens_per_pass")
     values = [results.figure(run, method, "tokens_per_pass", category) for category in categories]
     known = [value for value in values if value is not None]
-    return sum(known) / len(known) if known else None
+    return Estimate.mean_of(known) if known else None
 
 
 def _main(results: Results) -> Comparison:
