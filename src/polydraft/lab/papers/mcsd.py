@@ -73,29 +73,6 @@ def _acceptance_by_width(results: Results) -> Comparison:
     )
 
 
-def _by_depth(results: Results) -> Comparison:
-    cells = {
-        (name, temperature): results.figures(run_name(prompts, temperature), TREE).get("acceptance_by_depth", [])
-        for prompts, name in _SETS.items()
-        for temperature in _TEMPERATURES
-    }
-    padded = {key: [*values, *[None] * 5][:5] for key, values in cells.items()}
-    content = curves(
-        {f"{name} T={temperature:g}": values for (name, temperature), values in padded.items()},
-        [f"{depth} (k={width})" for depth, width in enumerate((4, 2, 2, 1, 1), start=1)],
-        across="depth in the tree 4x2x2x1x1, with its candidates k",
-        up="acceptance rate α",
-    )
-    return Comparison(
-        key="depth",
-        title="Acceptance by depth (not in the paper)",
-        runs=_COUNTED_RUNS,
-        columns=["set", "T", *(f"depth {depth}" for depth in range(1, 6))],
-        ours=[[name, f"{temperature:g}", *map(text_of, values)] for (name, temperature), values in padded.items()],
-        charts=[Chart("depth.svg", "Acceptance rate α by depth of the tree 4x2x2x1x1", content)],
-    )
-
-
 def _best(results: Results, temperature: float, methods: tuple[str, ...], least: int = 1) -> tuple[str, float | None]:
     """Return the fastest of some methods, which is what the paper's search reports, with its speed-up.
 
@@ -212,8 +189,7 @@ def _ablation(results: Results) -> Comparison:
 
 def _tables(results: Results) -> list[Comparison]:
     return [
-        _acceptance_by_width(results), _by_depth(results), _speed(results), pairs_table(results), _budgets(results),
-        _ablation(results),
+        _acceptance_by_width(results), _speed(results), pairs_table(results), _budgets(results), _ablation(results),
     ]  # fmt: skip
 
 

@@ -23,8 +23,6 @@ _KEPT = (
     "tokens_per_pass",
     "acceptance_rate",
     "accepted_per_pass",
-    "accepted_share",
-    "acceptance_by_depth",
     "log_likelihood_per_token",
     "log_likelihood_by_prompt",
 )
