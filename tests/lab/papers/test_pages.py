@@ -8,6 +8,7 @@ import pkgutil
 import re
 import runpy
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -179,9 +180,14 @@ def test_figures_are_kept_without_what_nobody_reads(tmp_path: Path) -> None:
             "prompts": {"count": 2, "source": "/somewhere/set.jsonl", "categories": {"a": 1, "b": 1}},
         },
         "machine": {"gpu": None, "threads": 2, "cpu": "a cpu"},
-        "methods": {"ar": {**figures, "categories": categories, "winning_branches": []}},
+        "methods": {"ar": {**figures, "categories": categories, "winning_branches": [{"share": 1.0}]}},
     }  # fmt: skip
-    counted, timed = keep(results, timed=False), keep(results, timed=True)
+    paper = replace(PAPERS.get("self-draft"), branches_of=("ar",))
+    counted, timed = (keep(results, paper, timed=one) for one in (False, True))
+    few = keep(results, PAPERS.get("mcsd"), timed=False)["methods"]["ar"]
+    assert not {"categories", "winning_branches"} & few.keys() and counted["methods"]["ar"]["winning_branches"] == [
+        {"share": 1.0}
+    ]
     assert counted["settings"]["source"] == "set" and "/somewhere" not in json.dumps(counted)
     assert counted["methods"]["ar"]["tokens_per_pass"] == 2.1235 and counted["methods"]["ar"]["acceptance_rate"] == 0
     assert "speedup" not in counted["methods"]["ar"] and timed["methods"]["ar"]["speedup"] == 1.5

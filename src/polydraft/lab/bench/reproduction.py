@@ -219,7 +219,7 @@ def write_tables(name: str, out: Path) -> None:
     for run in paper.runs:
         place = out / run.name
         if isinstance(run, Run) and (place / "results.json").exists():
-            kept[run.name] = keep(load_results(place), timed=run.timed)
+            kept[run.name] = keep(load_results(place), paper, timed=run.timed)
         elif isinstance(run, DistributionRun) and (place / _ROWS).exists():
             analysis = json.loads((place / _ROWS).read_text(encoding="utf-8"))
             kept[run.name] = {"settings": analysis["settings"], "rows": analysis["rows"]}

@@ -27,7 +27,7 @@ _KEPT = (
     "log_likelihood_by_prompt",
 )
 _KEPT_OF_TIME = ("tokens_per_second", "speedup", "joules_per_token", "replayed_share", "peak_memory_bytes")
-_KEPT_OF_CATEGORIES = ("tokens_per_pass", "speedup")
+_KEPT_OF_CATEGORIES = ("tokens_per_pass",)
 _BRANCHES = 8
 _MOST_RUNS = 6
 """Of a table whose command names them."""
@@ -37,19 +37,19 @@ _CLAIM_COLUMNS = ("what it says", "here, 95 % interval", "holds", "why")
 _INTERVALS = "In brackets: 95 % intervals over prompts."
 
 
-def keep(results: Mapping[str, Any], *, timed: bool) -> dict[str, Any]:
-    """Return the few figures of a `results.json` that tables need, rounded; times only of timed runs."""
+def keep(results: Mapping[str, Any], paper: Paper, *, timed: bool) -> dict[str, Any]:
+    """Return the few figures of a `results.json` that a paper's tables need, rounded; times only of timed runs."""
     settings, machine = results["settings"], results["machine"]
-    categories = len(settings["prompts"]["categories"]) > 1
+    categories = paper.by_category and not timed and len(settings["prompts"]["categories"]) > 1
     keys = (*_KEPT, *(_KEPT_OF_TIME if timed else ()))
     methods = {}
     for name, figures in results["methods"].items():
         kept = _chosen(figures, keys)
-        if figures.get("winning_branches"):
+        if name in paper.branches_of and figures.get("winning_branches"):
             kept["winning_branches"] = _rounded(figures["winning_branches"][:_BRANCHES])
         if categories:
             kept["categories"] = {
-                category: _chosen(one, _KEPT_OF_CATEGORIES[: 1 + timed]) for category, one in figures["categories"].items()
+                category: _chosen(one, _KEPT_OF_CATEGORIES) for category, one in figures["categories"].items()
             }
         methods[name] = kept
     return {

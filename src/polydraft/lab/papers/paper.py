@@ -197,6 +197,10 @@ class Paper:
     tables: Callable[[Results], list[Comparison]]
     contest: tuple[tuple[str, str, str], ...] = ()
     """Its methods in the table of all papers: label, timed run and method."""
+    by_category: bool = False
+    """Whether its tables have rows by category of prompts."""
+    branches_of: tuple[str, ...] = ()
+    """Methods whose winning branches its tables show."""
     orderings: Callable[[Results], list[list[str]]] = lambda results: []
     """Its headline claims, all of them, as rows of `ordering`."""
 

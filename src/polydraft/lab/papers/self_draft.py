@@ -284,6 +284,7 @@ SELF_DRAFT = Paper(
         Run.of_speed(0.0, ("ar", _ABLATION["without branches"], *_GRID), name="grid"),
     ),
     tables=_tables,
+    by_category=True,
     orderings=_orderings,
     contest=tuple(
         (label, f"speed-t{temperature}", method)
