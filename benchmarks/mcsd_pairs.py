@@ -1,4 +1,4 @@
-"""Prepare MCSD's real pairs, and measure the paper with them. What is done is not done again: start it again to go on.
+"""Prepare MCSD's real pairs, and measure them. What is done is not done again: start it again to go on.
 
 python benchmarks/mcsd_pairs.py --prompts DIR --out results/mcsd
 
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from polydraft.lab.papers.mcsd_pairs import FOLDER, QWEN, QWEN_DRAFTS, STORIES, STORIES_TUNED, TINY_LLAMA
+from polydraft.lab.papers.mcsd_pairs import FOLDER, QWEN, QWEN_DRAFTS, RUNS, STORIES, STORIES_TUNED, TINY_LLAMA
 from polydraft.models.gguf import converted_folder, load_converted_tokenizer
 
 
@@ -38,7 +38,7 @@ def main() -> None:
     gentle = ("--steps", "600", "--learning-rate", "1e-4")
     train(STORIES_TUNED, "--target", TINY_LLAMA, "--start", STORIES, *gentle, *place)
     results = ("--reproduce", "mcsd", "--size", "page", "--prompts", options.prompts, "--out", options.out)
-    polydraft("bench", *results, *place, "--resume")
+    polydraft("bench", *results, "--runs", ",".join(run.name for run in RUNS), *place, "--resume")
 
 
 def train(out: str, *options: str) -> None:

@@ -49,6 +49,10 @@ def test_an_estimate_is_a_number_with_an_interval() -> None:
     difference = HIGH.minus(LOW)
     assert difference == pytest.approx(1.0) and bounds(difference) == pytest.approx((1 - 0.05**0.5, 1 + 0.05**0.5))
     assert bounds(HIGH.minus(Estimate(1.0))) is None
+    assert Estimate.mean_of([HIGH]) == 2.0 and bounds(Estimate.mean_of([HIGH])) == pytest.approx((1.8, 2.2))
+    mean = Estimate.mean_of([HIGH, LOW])
+    assert mean == pytest.approx(1.5) and bounds(mean) == pytest.approx((1.5 - 0.05**0.5 / 2, 1.5 + 0.05**0.5 / 2))
+    assert bounds(Estimate.mean_of([HIGH, Estimate(1.0)])) is None
     ratio = HIGH.over(LOW)
     low, high = bounds(ratio) or (0.0, 0.0)
     assert ratio == pytest.approx(2.0) and 1.8 / 1.1 < low < 1.8 and 2.2 < high < 2.2 / 0.9

@@ -148,10 +148,11 @@ class _Plane:
 
 
 def curves(series: Series, columns: Sequence[str], *, across: str, up: str, base: float = 0.0) -> str:
-    """Draw one curve per series, seven at most, over common columns, from `base` upwards.
+    """Draw one curve per series that has figures, seven at most, over common columns, from `base` upwards.
 
     `across` and `up` name the axes.
     """
+    series = {name: values for name, values in series.items() if any(value is not None for value in values)}
     high = base + 1.12 * (_highest(series, least=base + 0.1) - base)
     plane = _Plane.below([*series], svg.Scale(-0.5, len(columns) - 0.5), svg.Scale(base, high))
     shapes = [*plane.frame(dict(enumerate(columns)), across, up), *_legend([*series], "curve")]
@@ -211,6 +212,7 @@ def scatter(groups: Mapping[str, Sequence[tuple[str, float, float]]], *, across:
     Larger is better on both axes. Costs are given as negative x: the axis then shows their absolute values, falling to the
     right.
     """
+    groups = {name: group for name, group in groups.items() if group}
     points = [point for group in groups.values() for point in group]
     plane = _Plane.below([*groups], svg.Scale(*_ends([x for _, x, _ in points])), svg.Scale(*_ends([y for _, _, y in points])))
     falls = bool(points) and all(x <= 0 for _, x, _ in points)

@@ -54,6 +54,16 @@ class Estimate(float):
         ends = sorted(factor * end for end in (self.low, self.high) if end is not None)
         return Estimate(factor * self, *ends)
 
+    @classmethod
+    def mean_of(cls, figures: "Sequence[Estimate]") -> "Estimate":
+        """Return the mean of figures that were measured independently."""
+        ends, value = [bounds(one) for one in figures], sum(figures) / len(figures)
+        spreads = [(one - low, high - one) for one, (low, high) in zip(figures, filter(None, ends), strict=False)]
+        if len(spreads) < len(figures):
+            return cls(value)
+        below, above = (math.hypot(*side) / len(figures) for side in zip(*spreads, strict=True))
+        return cls(value, value - below, value + above)
+
     def minus(self, other: "Estimate") -> "Estimate":
         """Return a difference, as if both were measured independently; for the same prompts the interval is too wide."""
         mine, others, value = bounds(self), bounds(other), float(self) - float(other)

@@ -1,6 +1,7 @@
 """The pieces by themselves."""
 
 import math
+import statistics
 import xml.etree.ElementTree as ElementTree
 
 import pytest
@@ -8,7 +9,15 @@ import torch
 from torch import Tensor
 
 from polydraft.lab.analyze._distributions import read
-from polydraft.lab.analyze.comparison import GREEDY, TOP, WITH_REPLACEMENT, WITHOUT_REPLACEMENT, clustered_mean, drawing_of
+from polydraft.lab.analyze.comparison import (
+    GREEDY,
+    TOP,
+    WITH_REPLACEMENT,
+    WITHOUT_REPLACEMENT,
+    clustered_mean,
+    contributions,
+    drawing_of,
+)
 from polydraft.lab.charts import Curve, Point, line_chart
 from polydraft.lab.estimate import Estimate
 from polydraft.lab.theory import acceptance, hybrid_optimum, with_replacement_optimum
@@ -30,6 +39,15 @@ def test_positions_of_one_prompt_count_less_than_as_many_prompts() -> None:
     alike, apart = clustered_mean(values_R, torch.tensor([4, 4, 4, 9, 9, 9]))[1], clustered_mean(values_R, torch.arange(6))[1]
     assert alike is not None and apart is not None and alike > 1.5 * apart
     assert clustered_mean(values_R, torch.zeros(6, dtype=torch.long)) == (0.5, None)
+
+
+def test_contributions_of_two_figures_differ_by_those_of_their_difference() -> None:
+    values_XR = torch.rand(2, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    prompts_R = torch.tensor([3, 3, 3, 3, 1, 1, 7, 7, 7])
+    one, other = (contributions(values_R, prompts_R) for values_R in values_XR)
+    gains = [a - b for a, b in zip(one, other, strict=True)]
+    mean, error = clustered_mean(values_XR[0] - values_XR[1], prompts_R)
+    assert statistics.mean(gains) == pytest.approx(mean) and statistics.stdev(gains) / math.sqrt(3) == pytest.approx(error)
 
 
 def test_every_registered_scheme_has_the_optimum_of_its_drawing() -> None:

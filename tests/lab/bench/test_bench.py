@@ -393,7 +393,7 @@ def test_a_folder_of_prompt_sets_gives_each_run_its_own(
     for name in ("small", "tiny"):
         registered(PAPERS, name, Paper(title=name, runs=runs, tables=lambda results: []))
     options = ("bench", "--target", tiny, "--draft", "early-exit:2", "--prompts", str(sets), "--out", str(tmp_path / "out"))
-    code, _, err = invoke(*options, "--reproduce", "small,tiny", "--untimed")
+    code, _, err = invoke(*options, "--reproduce", "small,tiny", "--runs", "counted")
     assert code == 0, err
     assert not (tmp_path / "out" / "small" / "other").exists(), "timed runs are left out"
     code, _, err = invoke(*options, "--reproduce", "small,tiny", "--resume")
@@ -402,6 +402,10 @@ def test_a_folder_of_prompt_sets_gives_each_run_its_own(
         kept = json.loads((tmp_path / "out" / paper / f"{paper}.json").read_text())
         assert {run: found["settings"]["source"] for run, found in kept.items()} == {"one": "one", "other": "other"}
         assert "speedup" in kept["other"]["methods"]["ar"] and "speedup" not in kept["one"]["methods"]["ar"]
+    code, _, err = invoke(*options, "--reproduce", "small", "--runs", "conted")
+    assert code == 2 and "did you mean 'counted'" in err
+    code, _, err = invoke(*options, "--reproduce", "small", "--methods", "ar sd:5")
+    assert code == 2 and "unknown method 'sd:5'" in err
     (sets / "other.jsonl").unlink()
     code, _, err = invoke(*options, "--reproduce", "small")
     assert code == 2 and err.count("\n") == 1 and "holds no other.jsonl" in err

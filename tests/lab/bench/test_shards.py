@@ -169,7 +169,7 @@ def test_missing_and_unfinished_shards_are_refused(invoke, tmp_path: Path) -> No
 
 
 def small_paper(results: Results) -> list[Comparison]:
-    rows = [[run, str(found["methods"]["mcsd:2"]["prompts"])] for run, found in results.items()]
+    rows = [[run, str(found["methods"]["mcsd:2x1"]["prompts"])] for run, found in results.items()]
     chart = Chart("prompts.svg", "a picture", "<svg/>")
     return [
         Comparison(
@@ -180,7 +180,7 @@ def small_paper(results: Results) -> list[Comparison]:
 
 
 def test_a_reproduction_can_be_shared(invoke, bench, tmp_path: Path, registered: Callable[..., None]) -> None:
-    counted = Run(name="t0", prompts="here", temperature=0.0, methods=("ar", "mcsd:2"))
+    counted = Run(name="t0", prompts="here", temperature=0.0, methods=("ar", "sd:2", "mcsd:2x1", "mcsd:3"))
     runs = (counted, replace(counted, name="t1", temperature=1.0, timed=True))
     registered(PAPERS, "small", Paper(title="A paper", runs=runs, tables=small_paper))
     for index in (1, 2):
@@ -192,10 +192,11 @@ def test_a_reproduction_can_be_shared(invoke, bench, tmp_path: Path, registered:
     text = (tmp_path / "all" / "reproduction.md").read_text()
     assert "| t0 | 5 |" in text and "| t1 | 5 |" in text and text in out
     assert "![a picture](prompts.svg)" in text and (tmp_path / "all" / "prompts.svg").read_text() == "<svg/>"
-    assert read(tmp_path / "all" / "t1")["methods"]["mcsd:2"]["prompts"] == 5
+    assert read(tmp_path / "all" / "t1")["methods"]["mcsd:2x1"]["prompts"] == 5
     before = (tmp_path / "all" / "t1" / "results.json").stat().st_mtime_ns
     code, _, err = bench(tmp_path / "all", "--reproduce", "small", "--limit", "5", "--resume")
     assert code == 0 and (tmp_path / "all" / "t1" / "results.json").stat().st_mtime_ns == before, (
         "what is whole is not made again"
     )
+    assert [*read(tmp_path / "all" / "t0")["methods"]] == ["ar", "sd:2", "mcsd:2x1"], "--methods leaves out the last"
     assert read(tmp_path / "all" / "t0")["settings"]["batch"] == 2 and "batch" not in read(tmp_path / "all" / "t1")["settings"]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from polydraft.lab.estimate import Verdict
 from polydraft.lab.papers import PAPERS, Results, Run
 from polydraft.lab.papers.mcsd_pairs import CHAIN, FOUR, ONE, PAIRS, TREE, TUNED, UNRELATED, pair_claims, pairs_table
 from polydraft.lab.papers.pages import measured
@@ -45,7 +46,13 @@ def test_pairs_are_rows_once_they_are_measured() -> None:
     assert rows[1][1:4] == ["1", "0.50 → 0.75", "– → –"] and rows[1][5] == "2.50"
     claims = {row[0]: row for row in pair_claims(results)}
     assert "fine-tuned 0.500, as it was 0.200" in claims["fine-tuning a draft raises α (T=1)"][1]
-    assert "0.250" in claims["several candidates gain as much after fine-tuning: α@4 − α@1 (T=1)"][1]
+    gain = "several candidates gain more after fine-tuning: α@4 − α@1 (T=1)"
+    assert "0.250" in claims[gain][1] and claims[gain][2] == Verdict.UNBOUNDED
+    for run in results.values():
+        for figures in run["methods"].values():
+            for key, value in [*figures.items()]:
+                figures |= {f"{key}_low": value - 0.01, f"{key}_high": value + 0.01}
+    assert {row[0]: row for row in pair_claims(results)}[gain][2] == Verdict.YES, "differences keep their intervals"
 
 
 def test_every_pair_has_runs_of_its_own() -> None:

@@ -8,6 +8,7 @@ import pkgutil
 import re
 import runpy
 import shlex
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +24,8 @@ from polydraft.papers.target_init import TargetInit
 ROOT = Path(__file__).parents[3]
 PAGES = ROOT / "docs" / "papers"
 MOST_BYTES = 200_000
-RENDERED = runpy.run_path(str(ROOT / "benchmarks" / "papers.py"))["rendered"]()
+SCRIPT = runpy.run_path(str(ROOT / "benchmarks" / "papers.py"))
+RENDERED = SCRIPT["rendered"]()
 
 each_paper = pytest.mark.parametrize("name", PAPERS.names())
 
@@ -178,9 +180,14 @@ def test_figures_are_kept_without_what_nobody_reads(tmp_path: Path) -> None:
             "prompts": {"count": 2, "source": "/somewhere/set.jsonl", "categories": {"a": 1, "b": 1}},
         },
         "machine": {"gpu": None, "threads": 2, "cpu": "a cpu"},
-        "methods": {"ar": {**figures, "categories": categories, "winning_branches": []}},
+        "methods": {"ar": {**figures, "categories": categories, "winning_branches": [{"share": 1.0}]}},
     }  # fmt: skip
-    counted, timed = keep(results, timed=False), keep(results, timed=True)
+    paper = replace(PAPERS.get("self-draft"), branches_of=("ar",))
+    counted, timed = (keep(results, paper, timed=one) for one in (False, True))
+    few = keep(results, PAPERS.get("mcsd"), timed=False)["methods"]["ar"]
+    assert not {"categories", "winning_branches"} & few.keys() and counted["methods"]["ar"]["winning_branches"] == [
+        {"share": 1.0}
+    ]
     assert counted["settings"]["source"] == "set" and "/somewhere" not in json.dumps(counted)
     assert counted["methods"]["ar"]["tokens_per_pass"] == 2.1235 and counted["methods"]["ar"]["acceptance_rate"] == 0
     assert "speedup" not in counted["methods"]["ar"] and timed["methods"]["ar"]["speedup"] == 1.5
@@ -189,8 +196,18 @@ def test_figures_are_kept_without_what_nobody_reads(tmp_path: Path) -> None:
     write_kept(kept, tmp_path / "kept.json")
     again = read_kept(tmp_path / "kept.json")
     assert again["one"] == counted and again["distributions"]["rows"] == [{"acceptance": 0.12346}]
-    assert again.about("one") == "target t, draft d, float32 on 2 threads of a cpu, 8 new tokens, 2 prompts of set"
+    assert again.about("one") == "target t, draft d, float32 on 2 threads of a cpu, 8 new tokens, 2026-01-02, 2 prompts of set"
     assert again.about("none") == "not measured" and again.text("one", "ar", "speedup", "×") == "–"
+
+
+def test_what_was_measured_again_replaces_its_own_runs_only(tmp_path: Path) -> None:
+    before, after = tmp_path / "before.json", tmp_path / "after.json"
+    old, new = ({"settings": {"created": day}, "methods": {"ar": {"prompts": 1}}} for day in ("old", "new"))
+    write_kept(Results({"gone": old, "speed-t0": old, "alpaca-t0": old}), before)
+    write_kept(Results({"alpaca-t0": new, "alpaca-t1": new}), after)
+    SCRIPT["take_over"]("mcsd", after, before)
+    days = {name: run["settings"]["created"] for name, run in read_kept(before).items()}
+    assert days == {"alpaca-t0": "new", "alpaca-t1": "new", "speed-t0": "old"}, "a run that no paper has is dropped"
 
 
 def test_the_lossy_drafter_is_found_by_name() -> None:

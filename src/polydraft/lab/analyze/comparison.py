@@ -1,6 +1,7 @@
 """Schemes against their optima on given probabilities: one row per scheme and number of drafts."""
 
 import math
+import statistics
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, cast
@@ -8,6 +9,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from polydraft.devices import is_host
 from polydraft.lab.analyze._distributions import Distributions
 from polydraft.lab.theory import (
     acceptance,
@@ -20,8 +22,8 @@ from polydraft.lab.theory import (
 )
 from polydraft.verify import SCHEMES, Greedy, Hybrid, Naive, Scheme, SpecHub, Top
 
-_ROWS = 16
-"""Positions between two reports of progress."""
+_ROWS, _ROWS_ON_DEVICES = 16, 128
+"""Positions at a time, on a CPU and elsewhere, where few of them cost as much as many."""
 
 Advance = Callable[[int], None]
 Optimum = Callable[[Tensor, Tensor, int], Tensor]
@@ -52,13 +54,16 @@ class Row:
     paper_bound: float | None = None
     """The paper's α*, which for distinct drafts belongs to another way of drawing."""
     paper_bound_standard_error: float | None = None
+    acceptance_by_prompt: list[float]
+    """What each prompt contributes to the acceptance: their mean, with the standard error of a mean of independent numbers."""
+    optimum_by_prompt: list[float] | None = None
 
-    def as_dict(self, *, paper_bound: bool) -> dict[str, Any]:
-        """Return the fields by name, with or without the paper's bound."""
+    def as_dict(self, *, paper_bound: bool, by_prompt: bool = False) -> dict[str, Any]:
+        """Return the fields by name, with or without the paper's bound and contributions of prompts."""
         fields = asdict(self)
-        if not paper_bound:
-            del fields["paper_bound"], fields["paper_bound_standard_error"]
-        return fields
+        left_out = [] if paper_bound else ["paper_bound", "paper_bound_standard_error"]
+        left_out += [] if by_prompt else ["acceptance_by_prompt", "optimum_by_prompt"]
+        return {name: value for name, value in fields.items() if name not in left_out}
 
 
 @dataclass(frozen=True)
@@ -124,11 +129,12 @@ class Comparison:
         value_R = self._over_rows(lambda one, other: acceptance(scheme, one, other, count, generator=generator).value_R)
         drawing = drawing_of(scheme)
         mean, error = clustered_mean(value_R, self._distributions.prompt_R)
-        optimum = optimum_error = gap = gap_error = None
+        optimum = optimum_error = gap = gap_error = optimum_by_prompt = None
         if drawing is not None:
             optimum_R = self._optimum(drawing.optimum, count)
             optimum, optimum_error = clustered_mean(optimum_R, self._distributions.prompt_R)
             gap, gap_error = clustered_mean(optimum_R - value_R, self._distributions.prompt_R)
+            optimum_by_prompt = contributions(optimum_R, self._distributions.prompt_R)
         bound, bound_error = self._published(drawing, count)
         return Row(
             scheme=name,
@@ -143,6 +149,8 @@ class Comparison:
             drawing=None if drawing is None else drawing.name,
             paper_bound=bound,
             paper_bound_standard_error=bound_error,
+            acceptance_by_prompt=contributions(value_R, self._distributions.prompt_R),
+            optimum_by_prompt=optimum_by_prompt,
         )
 
     def _published(self, drawing: Drawing | None, count: int) -> tuple[float | None, float | None]:
@@ -157,9 +165,9 @@ class Comparison:
         return self._optima[optimum, count]
 
     def _over_rows(self, function: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        parts = []
-        for first in range(0, len(self._distributions), _ROWS):
-            rows = slice(first, first + _ROWS)
+        parts, size = [], _ROWS if is_host(self._device) else _ROWS_ON_DEVICES
+        for first in range(0, len(self._distributions), size):
+            rows = slice(first, first + size)
             target_RV, draft_RV = (
                 distribution_RV[rows].to(self._device)
                 for distribution_RV in (self._distributions.target_RV, self._distributions.draft_RV)
@@ -194,14 +202,17 @@ def clustered_mean(values_R: Tensor, cluster_R: Tensor) -> tuple[float, float | 
 
     The error is √(C/(C − 1) Σ_c (Σ_{i∈c} (x_i − mean))²)/R: that of a mean whose clusters differ in size, linearised.
     """
+    parts, mean = contributions(values_R, cluster_R), float(values_R.mean())
+    return mean, statistics.stdev(parts) / math.sqrt(len(parts)) if len(parts) > 1 else None
+
+
+def contributions(values_R: Tensor, cluster_R: Tensor) -> list[float]:
+    """Return mean + C/R Σ_{i∈c} (x_i − mean) of each cluster: what is linear in the values, so that differences are paired."""
     mean = float(values_R.mean())
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(cluster_R.tolist()))}
-    clusters = len(numbers)
-    if clusters < 2:
-        return mean, None
-    index_R = torch.tensor([numbers[name] for name in cluster_R.tolist()])
-    sums_C = torch.zeros(clusters, dtype=torch.float64).index_add_(0, index_R, values_R.double() - mean)
-    return mean, math.sqrt(float(sums_C.square().sum()) * clusters / (clusters - 1)) / len(values_R)
+    places = {name: place for place, name in enumerate(dict.fromkeys(cluster_R.tolist()))}
+    index_R = torch.tensor([places[name] for name in cluster_R.tolist()])
+    sums_C = torch.zeros(len(places), dtype=torch.float64).index_add_(0, index_R, values_R.double() - mean)
+    return [mean + float(total) * len(places) / len(values_R) for total in sums_C]
 
 
 def _own_optimum(scheme: Hybrid) -> Optimum:

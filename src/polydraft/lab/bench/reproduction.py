@@ -1,8 +1,10 @@
 """Paper reproductions: one run after the other, each in its own folder, and tables at the end."""
 
 import dataclasses
+import datetime
 import json
 import logging
+import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from polydraft.devices import captures
 from polydraft.errors import UsageError, unknown_name
 from polydraft.lab.analyze.analysis import Analysis
 from polydraft.lab.analyze.settings import AnalyzeSettings
+from polydraft.lab.bench import BASELINE
 from polydraft.lab.bench.diff import load_results
 from polydraft.lab.bench.meters import machine
 from polydraft.lab.bench.method import MethodSpec
@@ -29,18 +32,39 @@ logger = logging.getLogger(__name__)
 
 _ROWS = "analysis.json"
 _MODELS = {"target", "draft"}
+ALL_RUNS = "all"
+_KINDS = {False: "counted", True: "timed"}
 RunBench = Callable[[BenchSession, Path], dict[str, Any]]
 """Runs a benchmark in a folder and returns its results."""
+
+
+def check_choice(papers: Sequence[str], names: Collection[str], methods: Collection[str]) -> None:
+    """Refuse names of runs and methods that none of the papers has."""
+    runs = [run for paper in papers for run in PAPERS.get(paper).runs]
+    known = [ALL_RUNS, *_KINDS.values(), *dict.fromkeys(run.name for run in runs)]
+    arms = dict.fromkeys(arm for run in runs if isinstance(run, Run) for arm in run.arms)
+    for kind, given, allowed in (("run", names, known), ("method", methods, arms)):
+        for name in given:
+            if name not in allowed:
+                raise unknown_name(kind, name, allowed)
 
 
 class Reproduction:
     """Measures a paper's tables and figures again, at one of the `SIZES`.
 
-    The options are all fields of `BenchOptions`; those in `given` were chosen by the user and override the size. The models are
-    shared with other papers.
+    The options are all fields of `BenchOptions`; those in `given` were chosen by the user and override the size, and methods
+    among them leave out all others. `runs` are names of runs, or of their kinds. The models are shared with other papers.
     """
 
-    def __init__(self, name: str, size: str, options: Mapping[str, Any], given: Collection[str], models: Models) -> None:
+    def __init__(
+        self,
+        name: str,
+        size: str,
+        options: Mapping[str, Any],
+        given: Collection[str],
+        models: Models,
+        runs: Collection[str] = (ALL_RUNS,),
+    ) -> None:
         if size not in SIZES:
             raise unknown_name("size", size, SIZES)
         self.name, self.paper, self.size = name, PAPERS.get(name), SIZES[size]
@@ -49,37 +73,40 @@ class Reproduction:
         self._missed: set[str] = set()
         """Missing files that were reported already."""
         self._on_gpu = captures(resolve_device(options["device"]))
-        for run in self.paper.runs:
+        self._only = set(options["methods"].split()) if "methods" in self._given else None
+        named = [run for run in self.paper.runs if {ALL_RUNS, run.name, _KINDS[run.timed]} & {*runs}]
+        self.runs = [run for run in named if self._has_arms(run)]
+        for run in self.runs:
             self._source(run)
 
     def check(self, out: Path, *, resume: bool) -> None:
         """Refuse a folder that cannot be written to, before anything is loaded."""
-        for run in self.paper.runs:
+        for run in self.runs:
             check_folder(out / run.name, resume=resume)
 
-    def run(self, out: Path, run_bench: RunBench, *, untimed: bool) -> dict[str, dict[str, Any]]:
-        """Make all runs, or only the untimed ones, and return the results of the benchmarks among them.
+    def run(self, out: Path, run_bench: RunBench) -> dict[str, dict[str, Any]]:
+        """Make the runs, with the tables anew after each, and return the results of the benchmarks among them.
 
         Finished runs are kept; interrupted benchmarks continue.
         """
         found: dict[str, dict[str, Any]] = {}
-        kept = Results()
-        for run in self.paper.runs:
-            if (untimed and run.timed) or self._is_left_out(run):
-                continue
-            if isinstance(run, Run):
-                options, place = self.bench_options(run), out / run.name
-                results = _finished(options, place)
-                found[run.name] = results or run_bench(BenchSession(options, self._models), place)
-                kept[run.name] = keep(found[run.name], timed=run.timed)
-            elif (rows := self._distributions(run, out / run.name)) is not None:
-                kept[run.name] = rows
-        write_tables(self.name, kept, out)
+        for run in self.runs:
+            place = out / run.name
+            if isinstance(run, DistributionRun):
+                self._distributions(run, place)
+            elif not self._is_left_out(run):
+                options = self.bench_options(run)
+                found[run.name] = _finished(options, place) or run_bench(BenchSession(options, self._models), place)
+            write_tables(self.name, out)
         return found
 
-    def _is_left_out(self, run: Run | DistributionRun) -> bool:
+    def _has_arms(self, run: Run | DistributionRun) -> bool:
+        """Whether a run has methods to measure; where the user has named some, plain decoding alone is none."""
+        return self._only is None or (isinstance(run, Run) and bool({*run.arms} & self._only - {BASELINE}))
+
+    def _is_left_out(self, run: Run) -> bool:
         """Whether a run has its own models and they are missing, or the user has named others."""
-        if not isinstance(run, Run) or not _MODELS & run.settings.keys():
+        if not _MODELS & run.settings.keys():
             return False
         if _MODELS & self._given:
             return True
@@ -114,6 +141,8 @@ class Reproduction:
         """Return the methods of a run, except those whose decision model does not ship with the draft."""
         draft = default_draft(self._options["target"], self._options["draft"])
         left_out = set() if self.size.whole else {*run.more} - {*run.methods}
+        if self._only is not None:
+            left_out |= {*run.arms} - self._only
         wanted = {one: MethodSpec.parse(one).options.get("decision") for one in run.arms if one not in left_out}
         return tuple(one for one, kind in wanted.items() if kind is None or shipped_decision(draft, kind) is not None)
 
@@ -128,11 +157,11 @@ class Reproduction:
             raise UsageError(f"{source} holds no {file.name}; --reproduce {self.name} needs {', '.join(names)} there")
         return str(file)
 
-    def _distributions(self, run: DistributionRun, out: Path) -> dict[str, Any] | None:
-        """Compute the rows of an analysis, or read them; None in all shards but the first, which computes them."""
+    def _distributions(self, run: DistributionRun, out: Path) -> None:
+        """Compute the rows of an analysis where they are missing; all shards but the first leave that to it."""
         shard = self._options["shard"]
         if shard is not None and Shard.parse(shard).index > 1:
-            return None
+            return
         options = self._options
         whole_set = Path(str(options["source"])).is_dir()
         settings = AnalyzeSettings(
@@ -150,10 +179,10 @@ class Reproduction:
         )
         mark = digest_of(json.loads(json.dumps(dataclasses.asdict(settings))))
         path = out / _ROWS
-        if path.exists() and (before := json.loads(path.read_text(encoding="utf-8")))["mark"] == mark:
-            return {"settings": before["settings"], "rows": before["rows"]}
+        if path.exists() and json.loads(path.read_text(encoding="utf-8"))["mark"] == mark:
+            return
         analysis = Analysis(settings)
-        rows = [row.as_dict(paper_bound=True) for row in analysis.rows()]
+        rows = [row.as_dict(paper_bound=True, by_prompt=True) for row in analysis.rows()]
         place = machine(analysis.pair.device)
         shown = {
             "target": settings.target,
@@ -163,11 +192,11 @@ class Reproduction:
             "machine": place["gpu"] or f"{place['threads']} threads of {place['cpu']}",
             "prompts": max(size.prompts for size in analysis.sizes),
             "positions": max(size.positions for size in analysis.sizes),
+            "created": datetime.date.today().isoformat(),
             "source": Path(settings.source).name.removesuffix(".jsonl") + "".join(f" ({one})" for one in settings.categories),
         }
         out.mkdir(parents=True, exist_ok=True)
         write_text(path, json.dumps({"mark": mark, "settings": shown, "rows": rows}, indent=1))
-        return {"settings": shown, "rows": rows}
 
 
 def _finished(options: BenchOptions, folder: Path) -> dict[str, Any] | None:
@@ -184,9 +213,16 @@ def _finished(options: BenchOptions, folder: Path) -> dict[str, Any] | None:
     return results if whole else None
 
 
-def write_tables(name: str, kept: Results, out: Path) -> None:
-    """Write a paper's kept figures, its tables and its charts into a folder that exists."""
-    paper = PAPERS.get(name)
+def write_tables(name: str, out: Path) -> None:
+    """Write a paper's kept figures, its tables and its charts, from the runs that are finished in a folder."""
+    paper, kept = PAPERS.get(name), Results()
+    for run in paper.runs:
+        place = out / run.name
+        if isinstance(run, Run) and (place / "results.json").exists():
+            kept[run.name] = keep(load_results(place), paper, timed=run.timed)
+        elif isinstance(run, DistributionRun) and (place / _ROWS).exists():
+            analysis = json.loads((place / _ROWS).read_text(encoding="utf-8"))
+            kept[run.name] = {"settings": analysis["settings"], "rows": analysis["rows"]}
     out.mkdir(parents=True, exist_ok=True)
     write_kept(kept, out / f"{name}.json")
     for chart in charts(paper, kept):
@@ -195,16 +231,17 @@ def write_tables(name: str, kept: Results, out: Path) -> None:
 
 
 def merge_reproduction(name: str, out: Path, folders: Sequence[Path], command: list[str]) -> dict[str, dict[str, Any]]:
-    """Join the shards of a reproduction, as many as there are, and return the results of its benchmarks."""
+    """Join the shards of a reproduction, runs that are finished in all of them, and return the results of its benchmarks."""
     found: dict[str, dict[str, Any]] = {}
-    kept = Results()
     for run in PAPERS.get(name).runs:
         parts = [folder / run.name for folder in folders]
-        if isinstance(run, Run) and any(part.exists() for part in parts):
+        if isinstance(run, DistributionRun):
+            for part in parts:
+                if (part / _ROWS).exists():
+                    shutil.copytree(part, out / run.name, dirs_exist_ok=True)
+        elif all((part / "results.json").exists() for part in parts):
             found[run.name] = merge_shards(out / run.name, parts, command)
-            kept[run.name] = keep(found[run.name], timed=run.timed)
-        for part in parts:
-            if isinstance(run, DistributionRun) and (part / _ROWS).exists():
-                kept[run.name] = {key: value for key, value in json.loads((part / _ROWS).read_text()).items() if key != "mark"}
-    write_tables(name, kept, out)
+        elif any(part.exists() for part in parts):
+            logger.warning("leaving out %s: not all shards have finished it; finish them with --resume", run.name)
+    write_tables(name, out)
     return found

@@ -49,9 +49,11 @@ _BEHIND = (
     help="How much --reproduce measures: smoke is a quick try, page is what docs/papers shows.",
 )
 @click.option(
-    "--untimed",
-    is_flag=True,
-    help="Skip timed runs, so that several --reproduce can share a machine; add them later with --resume.",
+    "--runs",
+    default="all",
+    show_default=True,
+    help="Which runs of --reproduce: all, counted, timed, or names, separated by commas. Counted ones may share a machine and, "
+    "each in a process of its own, --out. With --methods, only these methods of theirs.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for results.json and report.html; required.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run in --out.")
@@ -142,7 +144,7 @@ def merge(out: Path, folders: tuple[Path, ...], reproduce: str | None) -> None:
 def _bench(given: set[str], **options: Any) -> None:
     paper: str | None = options.pop("reproduce")
     size: str = options.pop("size")
-    untimed: bool = options.pop("untimed")
+    runs: list[str] = options.pop("runs").split(",")
     out: Path | None = options.pop("out")
     resume: bool = options.pop("resume")
     if out is None:
@@ -150,7 +152,7 @@ def _bench(given: set[str], **options: Any) -> None:
     announce_start()
     prepare(options["threads"])
     if paper is not None:
-        _reproduce(paper, size, given, options, out, resume=resume, untimed=untimed)
+        _reproduce(paper, size, given, options, out, resume=resume, runs=runs)
         return
     from polydraft.lab.bench.session import BenchSession
     from polydraft.output import check_folder
@@ -161,22 +163,26 @@ def _bench(given: set[str], **options: Any) -> None:
 
 
 def _reproduce(
-    names: str, size: str, given: set[str], options: dict[str, Any], out: Path, *, resume: bool, untimed: bool
+    names: str, size: str, given: set[str], options: dict[str, Any], out: Path, *, resume: bool, runs: list[str]
 ) -> None:
     """Measure papers again, several in folders of their own, with models that are loaded once."""
-    from polydraft.lab.bench.reproduction import Reproduction
+    from polydraft.lab.bench.reproduction import Reproduction, check_choice
     from polydraft.lab.bench.session import Models
     from polydraft.lab.papers import PAPERS
 
     chosen, models = PAPERS.names() if names == "all" else names.split(","), Models()
     places = {name: out / name if len(chosen) > 1 else out for name in chosen}
-    papers = [Reproduction(name, size, options, given, models) for name in chosen]
+    check_choice(chosen, runs, options["methods"].split() if "methods" in given else ())
+    made = [Reproduction(name, size, options, given, models, runs) for name in chosen]
+    papers = [paper for paper in made if paper.runs]
+    if not papers:
+        raise UsageError(f"none of the runs {','.join(runs)} of {names} has a method among {options['methods']}")
     for paper in papers:
         paper.check(places[paper.name], resume=resume)
     found = {}
     for paper in papers:
         place = places[paper.name]
-        found[paper.name] = paper.run(place, lambda session, folder: _run(session, folder, resume), untimed=untimed)
+        found[paper.name] = paper.run(place, lambda session, folder: _run(session, folder, resume))
     for name, results in found.items():
         _show_reproduction(results, places[name])
 

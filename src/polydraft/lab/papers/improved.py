@@ -322,6 +322,7 @@ IMPROVED = Paper(
         Run.of_speed(1.0, _SPEED),
     ),
     tables=_tables,
+    branches_of=tuple(_FIGURE_3.values()),
     orderings=_orderings,
     contest=tuple(
         (label, f"speed-t{temperature}", method)

@@ -54,9 +54,6 @@ def _acceptance_by_width(results: Results) -> Comparison:
     rows = [[name, f"{temperature:g}", *map(text_of, values)] for (name, temperature), values in cells.items()]
     series = {f"{name} T={temperature:g}": values for (name, temperature), values in cells.items()}
     content = curves(series, [str(width) for width in _WIDTHS], across="candidates k", up="acceptance rate α")
-    known = [[value for value in values if value is not None] for values in cells.values()]
-    measured = [values for values in known if len(values) == len(_WIDTHS)]
-    rising = sum(values == sorted(values) for values in measured)
     return Comparison(
         key="acceptance",
         title="Figures 3 and 5: acceptance rate α with k candidates",
@@ -71,32 +68,8 @@ def _acceptance_by_width(results: Results) -> Comparison:
             ["LLaMA-13B", "1", "0.51 → 0.72", "0.39 → 0.56"],
             ["Vicuna-13B", "1", "0.35 → 0.57", "0.25 → 0.41"],
         ],
-        remark=f"The paper finds that α always grows with k and levels off beyond 32. Here it grows in {rising} of "
-        f"{len(measured)} rows.",
+        remark="The paper finds that α always grows with k and levels off beyond 32.",
         charts=[Chart("figure-3.svg", "Figure 3: acceptance rate α against the number of candidates k", content)],
-    )
-
-
-def _by_depth(results: Results) -> Comparison:
-    cells = {
-        (name, temperature): results.figures(run_name(prompts, temperature), TREE).get("acceptance_by_depth", [])
-        for prompts, name in _SETS.items()
-        for temperature in _TEMPERATURES
-    }
-    padded = {key: [*values, *[None] * 5][:5] for key, values in cells.items()}
-    content = curves(
-        {f"{name} T={temperature:g}": values for (name, temperature), values in padded.items()},
-        [f"{depth} (k={width})" for depth, width in enumerate((4, 2, 2, 1, 1), start=1)],
-        across="depth in the tree 4x2x2x1x1, with its candidates k",
-        up="acceptance rate α",
-    )
-    return Comparison(
-        key="depth",
-        title="Acceptance by depth (not in the paper)",
-        runs=_COUNTED_RUNS,
-        columns=["set", "T", *(f"depth {depth}" for depth in range(1, 6))],
-        ours=[[name, f"{temperature:g}", *map(text_of, values)] for (name, temperature), values in padded.items()],
-        charts=[Chart("depth.svg", "Acceptance rate α by depth of the tree 4x2x2x1x1", content)],
     )
 
 
@@ -148,7 +121,7 @@ def _speed(results: Results) -> Comparison:
 
 
 def _budgets(results: Results) -> Comparison:
-    rows, kept, asked = [], 0, 0
+    rows = []
     for temperature in _TEMPERATURES:
         run, timed = run_name("alpaca", temperature), f"speed-t{temperature:g}"
         for budget, shapes in _BUDGETS.items():
@@ -157,10 +130,6 @@ def _budgets(results: Results) -> Comparison:
                     results.text(run, _tree(shape), "tokens_per_pass"), results.text(timed, _tree(shape), "speedup", "×")
                 ]  # fmt: skip
                 rows.append([f"{temperature:g}", f"K={budget}", shape, *figures])
-            falling, rising = (results.figure(run, _tree(shape), "tokens_per_pass") for shape in (shapes[0], shapes[-1]))
-            if falling is not None and rising is not None:
-                asked += 1
-                kept += falling >= rising
     return Comparison(
         key="budgets",
         title="Figure 4: budgets at γ = 2, K ≤ 32, and the monotonic rule",
@@ -172,19 +141,8 @@ def _budgets(results: Results) -> Comparison:
             ["for the same budget, decreasing configurations (4x2) beat increasing ones (2x4)"],
             ["K = 32 has a higher τ than K = 16 but a lower speed-up"],
         ],
-        remark=f"Here the decreasing configuration reaches at least the τ of the increasing one in {kept} of {asked} pairs."
-        + "".join(_larger_budget(results, temperature) for temperature in _TEMPERATURES),
         charts=[_figure_4(results)],
     )
-
-
-def _larger_budget(results: Results, temperature: float) -> str:
-    """Say whether K = 32 is slower than K = 16."""
-    narrow, wide = (results.figure(f"speed-t{temperature:g}", _tree(shape), "speedup") for shape in ("8x2", "16x2"))
-    if narrow is None or wide is None:
-        return ""
-    word = "slower" if wide < narrow else "not slower"
-    return f" K = 32 is {word} than K = 16 at T={temperature:g}: {text_of(wide)}× (16x2) against {text_of(narrow)}× (8x2)."
 
 
 def _figure_4(results: Results) -> Chart:
@@ -231,8 +189,7 @@ def _ablation(results: Results) -> Comparison:
 
 def _tables(results: Results) -> list[Comparison]:
     return [
-        _acceptance_by_width(results), _by_depth(results), _speed(results), pairs_table(results), _budgets(results),
-        _ablation(results),
+        _acceptance_by_width(results), _speed(results), pairs_table(results), _budgets(results), _ablation(results),
     ]  # fmt: skip
 
 

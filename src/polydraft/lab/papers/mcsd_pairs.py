@@ -7,6 +7,7 @@ their weights and drafts into the folder `models`, and without them their runs a
 from dataclasses import dataclass, replace
 from typing import Any
 
+from polydraft.lab.estimate import Estimate
 from polydraft.lab.papers.paper import Comparison, Results, Run, ordering, run_name, text_of
 
 FOLDER = "models"
@@ -118,22 +119,25 @@ def _widths(results: Results, run: str) -> str:
 def pair_claims(results: Results) -> list[list[str]]:
     """Return the rows of what the paper says of sizes, kinship and fine-tuning."""
 
-    def alpha(pair: Pair, method: str = ONE) -> float | None:
+    def alpha(pair: Pair, method: str = ONE) -> Estimate | None:
         return results.figure(pair.run("alpaca", 1.0), method, "acceptance_rate")
 
-    def gained(pair: Pair) -> float | None:
+    def gained(pair: Pair) -> Estimate | None:
         one, four = alpha(pair), alpha(pair, FOUR)
-        return None if one is None or four is None else four - one
+        return None if one is None or four is None else four.minus(one)
 
     layers = [(f"{count} layers", alpha(pair)) for count, pair in zip(_LAYERS, FIRST_LAYERS, strict=True)]
     sizes = [(size.upper(), alpha(pair)) for size, pair in zip(QWEN_DRAFTS, DISTILLED, strict=True)]
     tuned = [("fine-tuned", alpha(TUNED)), ("as it was", alpha(UNRELATED))]
     delta = [("fine-tuned", gained(TUNED)), ("as it was", gained(UNRELATED))]
+    no_targets = "no two targets here share a draft"
     related = [("distilled, 30M", alpha(DISTILLED[0])), ("of another kind, 15M", alpha(UNRELATED))]
     return [
         ordering("α at T=1 grows with the draft's size (first layers of the target)", *reversed(layers)),
         ordering("α at T=1 grows with the draft's size (distilled drafts)", *reversed(sizes)),
         ordering("α at T=1 is higher where draft and target are akin", *related),
+        ordering("α hardly depends on the target's size", ("large", None), ("small", None), why=no_targets, alike=True),
+        ordering("fine-tuning the target lowers α", ("as it was", None), ("fine-tuned", None), why=no_targets),
         ordering("fine-tuning a draft raises α (T=1)", *tuned),
-        ordering("several candidates gain as much after fine-tuning: α@4 − α@1 (T=1)", *delta),
+        ordering("several candidates gain more after fine-tuning: α@4 − α@1 (T=1)", *delta),
     ]

@@ -13,6 +13,7 @@ from typing import Any
 from polydraft.lab.charts import Chart
 from polydraft.lab.estimate import Verdict
 from polydraft.lab.papers.paper import Comparison, Paper, Results, table
+from polydraft.output import write_text
 
 FILE = "reproduction.md"
 """All tables of a reproduction, in its folder."""
@@ -22,33 +23,33 @@ _KEPT = (
     "tokens_per_pass",
     "acceptance_rate",
     "accepted_per_pass",
-    "accepted_share",
-    "acceptance_by_depth",
     "log_likelihood_per_token",
     "log_likelihood_by_prompt",
 )
 _KEPT_OF_TIME = ("tokens_per_second", "speedup", "joules_per_token", "replayed_share", "peak_memory_bytes")
-_KEPT_OF_CATEGORIES = ("tokens_per_pass", "speedup")
+_KEPT_OF_CATEGORIES = ("tokens_per_pass",)
 _BRANCHES = 8
+_MOST_RUNS = 6
+"""Of a table whose command names them."""
 CLAIMS = "claims"
 """Mark of the table of what a paper says."""
 _CLAIM_COLUMNS = ("what it says", "here, 95 % interval", "holds", "why")
 _INTERVALS = "In brackets: 95 % intervals over prompts."
 
 
-def keep(results: Mapping[str, Any], *, timed: bool) -> dict[str, Any]:
-    """Return the few figures of a `results.json` that tables need, rounded; times only of timed runs."""
+def keep(results: Mapping[str, Any], paper: Paper, *, timed: bool) -> dict[str, Any]:
+    """Return the few figures of a `results.json` that a paper's tables need, rounded; times only of timed runs."""
     settings, machine = results["settings"], results["machine"]
-    categories = len(settings["prompts"]["categories"]) > 1
+    categories = paper.by_category and not timed and len(settings["prompts"]["categories"]) > 1
     keys = (*_KEPT, *(_KEPT_OF_TIME if timed else ()))
     methods = {}
     for name, figures in results["methods"].items():
         kept = _chosen(figures, keys)
-        if figures.get("winning_branches"):
+        if name in paper.branches_of and figures.get("winning_branches"):
             kept["winning_branches"] = _rounded(figures["winning_branches"][:_BRANCHES])
         if categories:
             kept["categories"] = {
-                category: _chosen(one, _KEPT_OF_CATEGORIES[: 1 + timed]) for category, one in figures["categories"].items()
+                category: _chosen(one, _KEPT_OF_CATEGORIES) for category, one in figures["categories"].items()
             }
         methods[name] = kept
     return {
@@ -95,7 +96,7 @@ def write_kept(results: Results, path: Path) -> None:
         else:
             methods = ",\n   ".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in run["methods"].items())
             lines.append(f'  "methods": {{\n   {methods}}}\n }},')
-    path.write_text("{\n" + "\n".join(lines).removesuffix(",") + "\n}\n", encoding="utf-8")
+    write_text(path, "{\n" + "\n".join(lines).removesuffix(",") + "\n}\n")
 
 
 def charts(paper: Paper, results: Results) -> list[Chart]:
@@ -108,8 +109,11 @@ def measured(comparison: Comparison) -> list[Sequence[str]]:
     return [row for row in comparison.ours if "–" not in " ".join(row) or any(re.search(r"\d\.\d", cell) for cell in row[1:])]
 
 
-def section(comparison: Comparison, results: Results, charts_in: str = "") -> list[str]:
-    """Write a comparison in Markdown, ours and the published figures in separate tables, or that nothing was measured."""
+def section(comparison: Comparison, results: Results, charts_in: str = "", name: str | None = None) -> list[str]:
+    """Write a comparison in Markdown, ours and the published figures in separate tables, or that nothing was measured.
+
+    With the name of the paper, the command comes with it that measures just that again.
+    """
     lines = ["**Ours**: not measured yet."]
     if rows := measured(comparison):
         lines = [f"**Ours** ({results.about(*comparison.runs)})", "", *table(comparison.columns, rows)]
@@ -123,6 +127,9 @@ def section(comparison: Comparison, results: Results, charts_in: str = "") -> li
         lines += table(comparison.published_columns, comparison.published)
     if comparison.remark and rows:
         lines += ["", comparison.remark]
+    if name is not None and len(comparison.runs) <= _MOST_RUNS:
+        runs = ",".join(comparison.runs)
+        lines += ["", f"Again: `polydraft bench --reproduce {name} --size page --runs {runs} --prompts PROMPTS --out DIR`"]
     return lines
 
 
@@ -151,9 +158,9 @@ def filled(page: str, sections: Mapping[str, Sequence[str]]) -> str:
     return page
 
 
-def page_sections(paper: Paper, results: Results, charts_in: str) -> dict[str, list[str]]:
+def page_sections(name: str, paper: Paper, results: Results, charts_in: str) -> dict[str, list[str]]:
     """Return what belongs between the marks of a paper's page."""
-    sections = {one.key: [f"### {one.title}", "", *section(one, results, charts_in)] for one in paper.tables(results)}
+    sections = {one.key: [f"### {one.title}", "", *section(one, results, charts_in, name)] for one in paper.tables(results)}
     return sections | {CLAIMS: ["### Its claims, and whether they hold", "", *claims(paper, results)]}
 
 

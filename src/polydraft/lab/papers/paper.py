@@ -153,6 +153,7 @@ class Results(dict[str, dict[str, Any]]):
                 how += f", {settings['max_new_tokens']} new tokens"
                 how += f", {settings['repeat']} seeds" if settings.get("repeat", 1) > 1 else ""
                 how += f", corpus cache {settings['corpus']}" if "corpus" in settings else ""
+                how += f", {settings['created']}" if "created" in settings else ""
                 what = f"{settings['prompts']} prompts of {settings['source']}"
                 what += f" with {settings['positions']} positions" if "positions" in settings else ""
                 if what not in (places := said.setdefault(how, [])):
@@ -196,6 +197,10 @@ class Paper:
     tables: Callable[[Results], list[Comparison]]
     contest: tuple[tuple[str, str, str], ...] = ()
     """Its methods in the table of all papers: label, timed run and method."""
+    by_category: bool = False
+    """Whether its tables have rows by category of prompts."""
+    branches_of: tuple[str, ...] = ()
+    """Methods whose winning branches its tables show."""
     orderings: Callable[[Results], list[list[str]]] = lambda results: []
     """Its headline claims, all of them, as rows of `ordering`."""
 
