@@ -19,6 +19,7 @@ from polydraft.models import FAMILIES
 from polydraft.models.heads.feature_head import TapNorm
 from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel
+from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import IDLE, PartialVocabulary, RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator
 from polydraft.train.corpus import Texts
@@ -169,7 +170,7 @@ def test_texts_may_come_while_all_others_rest() -> None:
     prompts = [[(7 * number + 3 * place) % 50 + 3 for place in range(4 + number)] for number in range(8)]
     engine = Engine(
         workspace=Workspace(target, drafter, RowParams((IDLE,) * 3)),
-        reuse=True,
+        prefixes=Prefixes(2**30),
         elastic=True,
     )
     roots, root = [], HeadSource.root

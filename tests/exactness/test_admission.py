@@ -12,6 +12,7 @@ from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
+from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import IDLE, RowParams, SamplingParams
 
 from .checks import text_p_values
@@ -21,8 +22,11 @@ from .test_mixed_rows import DECODERS, PARAMS
 pytestmark = pytest.mark.usefixtures("short_blocks")
 
 
-def open_engine(decoder: Decoder, slots: int, **options: Any) -> Engine:
+def open_engine(decoder: Decoder, slots: int, *, reuse: bool = False, **options: Any) -> Engine:
+    """Open an engine; with `reuse` texts find their beginnings where others have read them."""
     workspace = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * slots))
+    if reuse:
+        options["prefixes"] = Prefixes(2**30)
     return Engine(workspace, walk=decoder.walk, **options)
 
 

@@ -11,6 +11,7 @@ from polydraft.engine import Decoder, Engine, StopReason, TokenSequence, workspa
 from polydraft.engine.workspace import Workspace
 from polydraft.models import FAMILIES, TabularModel
 from polydraft.models.hf import HFModel
+from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.trees import parse_tree
 from stand_in import StandIn, round_graphs
@@ -48,8 +49,10 @@ def decoder_of(name: str, **options: Any) -> Decoder:
     return Decoder(TARGET, DRAFTERS[name], **options)
 
 
-def captured_engine(decoder: Decoder, count: int, **options: Any) -> tuple[Engine, StandIn]:
-    """Open an elastic engine whose rounds are captured."""
+def captured_engine(decoder: Decoder, count: int, *, reuse: bool = False, **options: Any) -> tuple[Engine, StandIn]:
+    """Open an elastic engine whose rounds are captured; see `open_engine` for `reuse`."""
+    if reuse:
+        options["prefixes"] = Prefixes(2**30)
     memories = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * count), ahead=decoder.ahead)
     graphs = memories.launcher.graphs = round_graphs(memories)
     engine = Engine(memories, elastic=True, **options)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 import polydraft
+from exactness.test_admission import open_engine, sequence
 from models.assistant_cases import CASES, FULL, SLIDING, TOKENS, build, chain, write
 from models.test_mtp import words
 from polydraft import loading
@@ -141,6 +142,24 @@ def test_greedy_texts_are_plain_ones(name: str, tmp_path: Path) -> None:
     assert sum(one.stats.acceptance_rate for one in together) > 0
     alone = [decoder.generate([prompt], **options)[0] for prompt in PROMPTS]
     assert [one.token_ids for one in alone] == [one.token_ids for one in plain]
+
+
+@pytest.mark.parametrize("name", ["one shape", "31B"])
+def test_a_shared_beginning_costs_no_acceptance(name: str, tmp_path: Path) -> None:
+    """What an assistant reads of a beginning, it reads where the target keeps it, in layers of one shape or of several."""
+    target, head = loaded(name, tmp_path, 24)
+    decoder = Decoder(target, TreeDrafter(head, parse_tree("2x2")))
+    stem = [3 + 5 * place % 17 for place in range(70)]
+    found = []
+    for engine in (open_engine(decoder, slots=2, reuse=True), open_engine(decoder, slots=2)):
+        texts = [sequence(decoder, row, [*stem, 4, 9 + row], SamplingParams(), limit=20, seed=row) for row in range(3)]
+        for one in texts:
+            engine.add(one)
+            while not engine.done:
+                engine.step()
+        found.append([(one.cached, one.new_tokens, one.speculation.outcomes) for one in texts])
+    assert [cached for cached, *_ in found[0]] == [0, 71, 71]
+    assert [rest for _, *rest in found[0]] == [rest for _, *rest in found[1]]
 
 
 def folders(tmp_path: Path, beside: str = "model-assistant") -> tuple[Path, Path]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from exactness.test_admission import open_engine, sequence
 from models.recurrent_cases import noisy
 from polydraft import Speculate
 from polydraft.draft import TreeDrafter
@@ -88,6 +89,24 @@ def test_rows_come_and_go_where_layers_have_several_shapes():
     prompts = [PROMPTS[number % 3][: 2 + number] for number in range(7)]
     results = decoder.generate(prompts, sampling=GREEDY, max_new_tokens=9)
     assert [result.token_ids for result in results] == [plain(model, prompt, 9) for prompt in prompts]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "gemma4_text" else pytest.mark.slow) for name in SHAPES | SPARSE]
+)
+def test_beginnings_are_shared_whatever_the_layers_keep(name, monkeypatch):
+    for module in ("models.prefixes", "engine.slots"):
+        monkeypatch.setattr(f"polydraft.{module}.BLOCK", 8)
+    model = build(name, **(SHAPES | SPARSE)[name])
+    decoder = Decoder(HFModel(model), TreeDrafter(HFModel(noisy(model), trusted=True), parse_tree("2x1")))
+    engine, stem = open_engine(decoder, slots=2, reuse=True), [5 + 7 * place % 80 for place in range(30)]
+    texts = [sequence(decoder, row, [*stem, 9, 9 + row], GREEDY, limit=9, seed=row) for row in range(3)]
+    for one in texts:
+        engine.add(one)
+        while not engine.done:
+            engine.step()
+    assert [one.cached for one in texts] == [0, 31, 31]
+    assert [one.new_tokens for one in texts] == [plain(model, list(one.prompt), 9) for one in texts]
 
 
 @pytest.mark.parametrize("model_type", ["qwen2_vl", pytest.param("gemma3", marks=pytest.mark.slow)])

@@ -69,6 +69,9 @@ def test_streams_say_the_same_as_whole_answers(shared):
         usage = chunk.usage or usage
     assert texts == [choice.message.content for choice in whole.choices]
     assert ends == {choice.index: choice.finish_reason for choice in whole.choices}
+    found = usage.prompt_tokens_details.cached_tokens
+    assert found == usage.prompt_tokens - 1, "the second time, the prompt is known"
+    whole.usage.prompt_tokens_details.cached_tokens = found
     assert usage == whole.usage
     assert figures == {choice.index: choice.speculation for choice in whole.choices}
 

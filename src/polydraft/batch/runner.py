@@ -9,10 +9,11 @@ from polydraft.batch.files import BatchOptions, PromptFile, Results, Row, Totals
 from polydraft.engine import Decoder, TokenSequence
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import check_prompts
+from polydraft.models.prefixes import Prefixes
 from polydraft.prompts import prompt_of
 from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_seed
-from polydraft.serve.lane import Lane, LaneOptions
+from polydraft.serve.lane import Lane, LaneOptions, fitting_prefixes
 from polydraft.serve.request import Request
 
 _LEAST_WINDOW = 1024
@@ -57,7 +58,8 @@ def generate_rows(
     """Yield the results of rows, some at a time, in the order of the rows."""
     check_params(task.sampling, decoder.target.vocab_size)
     slot_tokens = min(options.slot_tokens, decoder.target.max_positions or options.slot_tokens)
-    lane = Lane(decoder, LaneOptions(slots=options.slots, slot_tokens=slot_tokens, chunk_tokens=options.chunk_tokens))
+    size = LaneOptions(slots=options.slots, slot_tokens=slot_tokens, chunk_tokens=options.chunk_tokens)
+    lane = Lane(decoder, size, prefixes=Prefixes(fitting_prefixes(decoder.target.device)))
     rows, running = enumerate(wanted), dict[Request, tuple[int, Row]]()
     ready: dict[int, dict[str, Any]] = {}
     """Results by place, until all earlier ones are there."""

@@ -1,6 +1,6 @@
 """Heads, which read the target's hidden states, as sources of distributions."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from polydraft.models import Context, Head
 from polydraft.models.heads.parallel_head import ParallelContext, ParallelHead
 from polydraft.models.language_model import Observer
 from polydraft.models.memory import NO_TEXT, common_prefix
+from polydraft.models.prefixes import Prefixes
 from polydraft.rows import ByRow
 from polydraft.transfers import assign, brought
 from polydraft.trees import Block, causal_block
@@ -94,6 +95,17 @@ class HeadSource(DistributionSource):
     def before_rows_change(self) -> None:
         """Move waiting entries to their rows."""
         self._take_waiting()
+
+    def recall(self, row: int, text: Sequence[int], space: Hashable, prefixes: Prefixes) -> None:
+        """Hold in a row the known entries of a text's beginning, and no others: an entry is of a token and the next one."""
+        known = prefixes.paste(self._context, row, (space, *text[:1]), text[1:-1])
+        self._texts[row] = text[: known + 1]
+        self._context.rewind([known if one == row else length for one, length in enumerate(self._context.lengths)])
+
+    def keep(self, row: int, space: Hashable, prefixes: Prefixes, *, whole: bool) -> None:
+        """Keep a copy of the entries that are held in a row."""
+        text, held = self._texts[row], self._context.lengths[row]
+        prefixes.keep(self._context, row, (space, *text[:1]), text[1 : held + 1], whole=whole)
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
         """Keep entries whose features and token are the new text's too; the root's features must be seen again."""

@@ -1,6 +1,6 @@
 """A draft model as a source of distributions (MCSD §3)."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from functools import lru_cache
 from typing import ClassVar
 
@@ -10,6 +10,7 @@ from torch import Tensor
 from polydraft.draft.source import DistributionSource
 from polydraft.models import LanguageModel, Memory
 from polydraft.models.memory import NO_TEXT
+from polydraft.models.prefixes import Prefixes
 from polydraft.rows import ByRow
 from polydraft.trees import Block, SlicedMask, StaticBlock, Topology
 from polydraft.verify import Verdict
@@ -56,6 +57,14 @@ class ModelSource(DistributionSource):
     def new_row(self, name: str) -> Sequence[int] | bool:
         """Begin with no text."""
         return () if name == "_texts" else False
+
+    def recall(self, row: int, text: Sequence[int], space: Hashable, prefixes: Prefixes) -> None:
+        """Hold in a row what is known of a text's beginning, and nothing else."""
+        self._memory.recall(row, text, space, prefixes)
+
+    def keep(self, row: int, space: Hashable, prefixes: Prefixes, *, whole: bool) -> None:
+        """Keep a copy of what is held in a row; text that is behind is not."""
+        self._memory.keep(row, space, prefixes, whole=whole)
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
         """Read the texts."""

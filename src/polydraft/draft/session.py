@@ -11,6 +11,7 @@ from polydraft.draft.border import Border, SideStream
 from polydraft.draft.builder import Builder
 from polydraft.models import Context
 from polydraft.models.language_model import Observer
+from polydraft.models.prefixes import Prefixes
 from polydraft.rows import ByRow
 from polydraft.sampling import RowParams
 from polydraft.trees import DraftTree, Topology, union
@@ -179,6 +180,16 @@ class DraftSession(ByRow):
         """Take the rows' new parameters: the number of rows has changed."""
         for builder in self._builders:
             builder.use(params)
+
+    def recall(self, row: int, text: Sequence[int], space: Hashable, prefixes: Prefixes) -> None:
+        """Hold in a row what is known of a text's beginning, and nothing else; `prepare` and `begin` follow."""
+        for builder in self._builders:
+            builder.source.recall(row, text, space, prefixes)
+
+    def keep(self, row: int, space: Hashable, prefixes: Prefixes, *, whole: bool) -> None:
+        """Keep copies of what is held in a row for texts that begin alike, of whole blocks only or to its end."""
+        for builder in self._builders:
+            builder.source.keep(row, space, prefixes, whole=whole)
 
     def prepare(
         self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], unread: Sequence[int], keep: bool

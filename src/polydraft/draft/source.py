@@ -1,12 +1,13 @@
 """Where a draft's candidates come from, and what is remembered of a batch: the interface of sources."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from polydraft.models import Context
 from polydraft.models.language_model import Observer
+from polydraft.models.prefixes import Prefixes
 from polydraft.rows import ByRow
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block
@@ -61,6 +62,12 @@ class Source(ByRow):
         Only `rows` begin new texts; the others go on with what they have.
         """
         return None
+
+    def recall(self, row: int, text: Sequence[int], space: Hashable, prefixes: Prefixes) -> None:
+        """Hold in a row what is known of a text's beginning, and nothing else; `prepare` and `begin` follow."""
+
+    def keep(self, row: int, space: Hashable, prefixes: Prefixes, *, whole: bool) -> None:
+        """Keep a copy of what is held in a row for texts that begin alike, of whole blocks only or to its end."""
 
     def forget(self, rows: Sequence[int]) -> None:
         """Forget earlier texts of these rows: the next texts belong to other requests."""

@@ -1,12 +1,13 @@
 """A draft model with another tokenizer as a source of distributions: it reads the text as its own tokenizer writes it."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from polydraft.draft.model_source import ModelSource
+from polydraft.models.prefixes import Prefixes
 from polydraft.models.translation import Translated, TranslatedModel
 from polydraft.transfers import assign
 from polydraft.trees import Block
@@ -34,6 +35,11 @@ class TranslatedSource(ModelSource):
         if name == "_tail_B2":
             return 0
         return Translated() if name == "_translated" else super().new_row(name)
+
+    def recall(self, row: int, text: Sequence[int], space: Hashable, prefixes: Prefixes) -> None:
+        """Hold in a row what is known of a text's beginning in the draft's tokens, and nothing else."""
+        self._translated[row] = self._translation.translate(text, Translated())
+        super().recall(row, self._translated[row].ids, space, prefixes)
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
         """Read the texts."""

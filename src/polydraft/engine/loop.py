@@ -17,6 +17,7 @@ from polydraft.engine.slots import Slots
 from polydraft.engine.stats import TARGET, ReadingPace, Stats
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import FailureError, PolydraftError
+from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import IDLE, SamplingParams
 from polydraft.verify import AUTO, Fault, Walk
 
@@ -46,17 +47,16 @@ class Engine:
         To begin with; more come by `add`.
     keep : bool
         Reuse what the workspace holds of the first sequences' texts.
-    reuse : bool
-        Let a sequence into the slot whose last text it begins with, if one is free, and read only the rest of its prompt.
-        Drafters that learn from texts do so from its own alone, whatever stood there before.
+    prefixes : Prefixes, optional
+        Where to find beginnings that other texts have read, and to keep those of these texts; several engines may share it.
+        Drafters that learn from texts do so from each one's own alone.
     chunk : int, optional
         Most prompt tokens that a step reads, so that long prompts do not delay other texts; all if not given.
     stall : float, optional
         Seconds that a step may spend on prompts while texts at work wait, but at least as long as a round takes. Steps then
         read fewer tokens, by measured speed. Not for processes that share a model, whose steps must be alike.
     elastic : bool
-        Have about as many slots as there are texts, up to the workspace's rows. Other slots are forgotten, or where rounds
-        are captured, sleep.
+        Have about as many slots as there are texts, up to the workspace's rows.
     isolate : bool
         Let a sequence whose model or logits processor fails end alone (`StopReason.FAILED`); raised otherwise.
     """
@@ -68,16 +68,16 @@ class Engine:
         walk: str | Walk = AUTO,
         sequences: Sequence[TokenSequence] = (),
         keep: bool = False,
-        reuse: bool = False,
+        prefixes: Prefixes | None = None,
         chunk: int | None = None,
         stall: float | None = None,
         elastic: bool = False,
         isolate: bool = False,
     ) -> None:
-        self.slots = Slots(workspace, elastic=elastic, reuse=reuse)
+        self.slots = Slots(workspace, elastic=elastic, prefixes=prefixes)
         self.waiting: deque[TokenSequence] = deque(sequences)
         self.stats = Stats()
-        self._reuse, self._pace, self._isolate = reuse, ReadingPace(chunk, stall), isolate
+        self._pace, self._isolate = ReadingPace(chunk, stall), isolate
         self._spoilt: list[int] = []
         """Slots whose sequences have failed, and which may hold NaNs."""
         self._started = time.perf_counter()
@@ -163,15 +163,17 @@ class Engine:
         reading = [slot for slot in self.slots.known if slot not in free]
         rows, new, passing = list[int](), list[int](), room // 2 if reading else 0
         while room > 0 and (reading or (self.waiting and free)):
-            short = next((one for one in self.waiting if len(one.prompt) <= passing), None) if free and passing > 0 else None
-            if reading and short is None:
+            fitting = (one for one in self.waiting if free and (not reading or len(one.prompt) <= passing))
+            first_come = next((one for one in fitting if not self.slots.awaits(one)), None)
+            if reading and first_come is None:
                 slot = reading.pop(0)
                 start = self.slots.known.pop(slot)
+            elif first_come is None:
+                break  # all that wait will find more once another prompt is read
             else:
-                one = short or self.waiting[0]
-                self.waiting.remove(one)
-                passing -= len(one.prompt)
-                slot, start = self.slots.take(one, free)
+                self.waiting.remove(first_come)
+                passing -= len(first_come.prompt)
+                slot, start = self.slots.take(first_come, free)
                 new.append(slot)
             sequence = self.slots[slot]
             assert sequence is not None
@@ -203,7 +205,7 @@ class Engine:
         read = {slot: self.slots[slot] for slot in rows}
         wishes = {slot: own for slot, own in read.items() if own is not None and own.prompt_top_logprobs is not None}
         unread = [slot for slot in new if slot in wishes]
-        if not (keep or self._reuse):
+        if not (keep or self.slots.recalls):
             unread = list(range(len(self.slots))) if first else new
         with self.stats.clock("prefill"), self._reading.running():
             self.workspace.begin(
@@ -271,7 +273,7 @@ class Engine:
         accepted = [row.tokens[:-1] if runs else [] for row, runs in zip(outcome, active, strict=True)]
         sources = self.session.receive(reports, accepted)
         by_slot: list[list[int]] = [[] for _ in self.slots]
-        emitted: list[Emitted] = []
+        emitted, kept = list[Emitted](), list[int]()
         why_none = self.session.rest_reason
         for slot, (sequence, row) in enumerate(zip(self.slots, outcome, strict=True)):
             if sequence is None or not active[slot]:
@@ -279,6 +281,7 @@ class Engine:
             if row.fault:
                 emitted.append(self._failed(slot, sequence, Fault(row.fault)))
                 continue
+            fresh = sequence.is_fresh
             one = replace(sequence.take(row.tokens, [*sources[slot], TARGET]), accepted=row.accepted, drafted=row.drafted)
             if sequence.top_logprobs is not None:
                 logits_DV = self.workspace.path_logits(slot, len(one.token_ids))
@@ -291,9 +294,12 @@ class Engine:
             self.stats.saw_candidates(row.drafted, why_none)
             self.stats.keep(one.sources)
             by_slot[slot] = one.token_ids
+            if fresh or sequence.done:
+                kept.append(slot)
             emitted.append(one)
         self.stats.rounds += 1
         self.workspace.settle(self.slots.texts(), by_slot)
+        self.slots.keep(kept)
         if self._retiring or any(one.stop_reason for one in emitted):
             self._release()
         self.stats.total_seconds = time.perf_counter() - self._started
@@ -307,13 +313,15 @@ class Engine:
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         with torch.inference_mode():
-            self._release()
+            self._release(kept=[slot for slot, one in enumerate(self.slots) if one is sequence and one.new_tokens])
 
-    def _release(self) -> None:
+    def _release(self, kept: Sequence[int] = ()) -> None:
         """Let ended sequences go; after the round ahead, if there is one whose tokens others still need."""
         with self.workspace.ownership.settled_by(self) as own:
             if not own or self.workspace.state is None:  # no sequence was admitted yet
                 return
+            if not self._torn:
+                self.slots.keep(kept)
             if not any(self.slots.running()):
                 self._launched.clear()  # rounds launched ahead of finished rows are discarded
             self._retiring = bool(self._launched)

@@ -108,6 +108,7 @@ class SequenceOptions(TypedDict, total=False):
     traced: bool
     top_logprobs: int | None
     prompt_top_logprobs: int | None
+    space: str | None
 
 
 @dataclass(eq=False, kw_only=True)
@@ -139,6 +140,10 @@ class TokenSequence:
     """How many of the likeliest tokens to tell beside each one's log-probability; None for no log-probabilities."""
     prompt_top_logprobs: int | None = None
     """The same of the prompt's tokens, which are then read from the first, whatever is known of them."""
+    space: str | None = ""
+    """Whose texts may share its beginning, where an engine keeps some: those of the same space; None for no others."""
+    cached: int = field(init=False, default=0)
+    """Tokens of its prompt that the target need not read."""
     row_params: SamplingParams = field(init=False)
     """The same, with the tokens that end it, and logits processors that are not asked what follows the end."""
     tokens: list[int] = field(init=False)
@@ -162,6 +167,11 @@ class TokenSequence:
     def done(self) -> bool:
         """Whether it has ended."""
         return self.stop_reason is not None
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it has no new tokens yet."""
+        return len(self.tokens) == len(self.prompt)
 
     @property
     def new_tokens(self) -> list[int]:

@@ -1,12 +1,13 @@
 """Which text is in which row of a workspace, and how many rows rounds have."""
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
 
 from polydraft.engine.sequence import TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.models.memory import NO_TEXT, common_prefix
+from polydraft.models.prefixes import BLOCK, Prefixes
 from polydraft.sampling import Noise
 
 
@@ -14,27 +15,32 @@ class Slots:
     """The rows of a workspace, each with a text at work, one that has ended, or none.
 
     Rounds cost what their rows cost. So an elastic workspace has about as many rows as there are texts at work, which move
-    to the first slots when others end (docs/decisions/046-rounds-have-the-rows-they-need.md).
+    to the first slots when others end (docs/decisions/046-rounds-have-the-rows-they-need.md). What others may need of a text
+    that has ended is not in its slot, but among the prefixes (docs/decisions/063-beginnings-are-found-by-content.md).
 
     Parameters
     ----------
     workspace : Workspace
     elastic : bool
         Let the number of slots follow that of texts.
-    reuse : bool
-        Let a text into the slot whose last text it begins with.
+    prefixes : Prefixes, optional
+        Where to find beginnings of texts that others have read, and to keep those of these texts.
     """
 
-    def __init__(self, workspace: Workspace, *, elastic: bool, reuse: bool) -> None:
-        self._workspace, self._reuse, self._elastic = workspace, reuse, elastic and workspace.elastic
+    def __init__(self, workspace: Workspace, *, elastic: bool, prefixes: Prefixes | None) -> None:
+        self._workspace, self._elastic = workspace, elastic and workspace.elastic
+        self._prefixes = prefixes if workspace.memory.context.portable else None
         self.most = len(workspace.asked)
         self.sequences: list[TokenSequence | None] = [None] * len(workspace.params)
-        self._sleeping: list[TokenSequence | None] = []
-        """What is in the slots behind them, where these sleep and come back as they were."""
         self.known: dict[int, int] = {}
         """Slots whose prompts are not read to their ends yet, and how many tokens of them the memories may know."""
         self.noise = Noise([torch.Generator() for _ in self.sequences], workspace.target.device)
         """Random numbers of the texts at work."""
+
+    @property
+    def recalls(self) -> bool:
+        """Whether memories hold nothing of a slot's last text when the next one comes, but what is known of its own."""
+        return self._prefixes is not None
 
     @property
     def sizes(self) -> list[int]:
@@ -72,23 +78,36 @@ class Slots:
 
     def take(self, sequence: TokenSequence, free: list[int]) -> tuple[int, int]:
         """Let a text into a free slot; return it, and how many tokens of the prompt the memories know there already."""
-        place, known = 0, 0  # of equal ones the first
-        if self._reuse and sequence.prompt_top_logprobs is None:  # such a prompt is read from its beginning
-            texts = self.texts()
-            shared = [common_prefix(texts[slot], sequence.prompt) for slot in free]
-            known = max(shared)
-            place = shared.index(known)
-            asleep = [0 if one is None else common_prefix(one.tokens, sequence.prompt) for one in self._sleeping]
-            if max(asleep, default=0) > known:
-                known = max(asleep)
-                place = self._wake(asleep.index(known), free)
-        slot = free.pop(place)
+        slot = free.pop(0)
         self.known.pop(slot, None)
         self.sequences[slot] = sequence
-        return slot, known
+        if self._prefixes is not None:
+            sequence.cached = self._workspace.recall(slot, _sought(sequence), sequence.space, self._prefixes)
+        return slot, sequence.cached
+
+    def awaits(self, sequence: TokenSequence) -> bool:
+        """Whether a waiting text should let another one read on: it will leave more of this text's prompt than is known now.
+
+        Its own prompt must not be much longer than what they share, or reading it side by side takes less time.
+        """
+        if self._prefixes is None or sequence.space is None:
+            return False
+        wanted, best = _sought(sequence)[:-1], 0
+        for one in self.running():
+            if one.space == sequence.space and one.prompt[:BLOCK] == wanted[:BLOCK] and one.is_fresh and one.max_new_tokens:
+                shared = common_prefix(one.prompt[:-1], wanted) // BLOCK * BLOCK
+                best = max(best, shared if len(one.prompt) <= 2 * shared else 0)
+        return best > 0 and best > self._prefixes.known(self._workspace.memory.context, sequence.space, wanted)
+
+    def keep(self, slots: Iterable[int]) -> None:
+        """Keep the texts of these slots for others that begin like them, after a round that found their numbers sound."""
+        for slot in slots:
+            sequence = self.sequences[slot]
+            if self._prefixes is not None and sequence is not None and sequence.space is not None:
+                self._workspace.keep(slot, sequence.space, self._prefixes, whole=not sequence.done)
 
     def vacate(self, slot: int) -> None:
-        """Empty a slot, so that the next text reuses nothing of it."""
+        """Empty a slot."""
         self.sequences[slot] = None
 
     def fit(self, waiting: Collection[TokenSequence]) -> tuple[range, bool]:
@@ -103,15 +122,14 @@ class Slots:
                 rows = self._gathered(rows, running, left)
         if rows == before:
             return range(0), False
-        whole = [*self.sequences, *self._sleeping, *([None] * rows)]
-        self.sequences, self._sleeping = whole[:rows], whole[rows : self.most] if self._workspace.has_graphs else []
+        self.sequences = [*self.sequences, *([None] * rows)][:rows]
         self.known = {slot: known for slot, known in self.known.items() if slot < rows}
         self.noise.resize(rows, self.most)
         self._workspace.have_rows(rows)
         return range(before, rows), True
 
     def _drop_unread(self) -> None:
-        """Empty slots whose texts were cancelled while their prompts were read: half a prompt cannot sleep."""
+        """Empty slots whose texts were cancelled while their prompts were read."""
         for slot in [slot for slot in self.known if slot in self.free()]:
             self.vacate(slot)
             del self.known[slot]
@@ -123,20 +141,11 @@ class Slots:
         can_move = pays and not self.known and self._workspace.session.movable
         if (go and not can_move) or (captured and not pays):
             return len(self.sequences) if captured else go[-1] + 1
-        targets = sorted(set(range(rows)).difference(stay), key=self._length)  # those with most text stay with their rows
+        targets = sorted(set(range(rows)).difference(stay), key=self._length)  # a swap copies the longer text
         for source, target in zip(go, targets, strict=False):
             self._swap(target, source)
             self.noise.swap_rows(target, source)
         return rows
-
-    def _wake(self, number: int, free: list[int]) -> int:
-        """Swap a sleeping text into a free slot; return that slot's place in `free`."""
-        place = min(range(len(free)), key=lambda place: self._length(free[place]))
-        first = free[place]
-        self.known.pop(first, None)
-        self._workspace.trade_rows(first, len(self.sequences) + number)
-        self.sequences[first], self._sleeping[number] = self._sleeping[number], self.sequences[first]
-        return place
 
     def _swap(self, first: int, second: int) -> None:
         self._workspace.trade_rows(first, second)
@@ -145,3 +154,8 @@ class Slots:
     def _length(self, slot: int) -> int:
         sequence = self.sequences[slot]
         return 0 if sequence is None else len(sequence.tokens)
+
+
+def _sought(sequence: TokenSequence) -> Sequence[int]:
+    """Return the text whose beginning need not be read again; none of a prompt that is to be seen as it is read."""
+    return () if sequence.space is None or sequence.prompt_top_logprobs is not None else sequence.prompt

@@ -25,7 +25,7 @@ USUAL_LENGTH = 512
 _SHORTEST_POWER = 5
 _SHORT = 2 * NEW_TOKENS
 _BEHIND = 8
-"""Tokens of a text that slots hold already."""
+"""Tokens of a text that are known already."""
 
 
 def rehearse(
@@ -62,7 +62,9 @@ def rehearse(
     if min(len(samplings), engine.slots.most) > 1:
         casts.append(sorted(samplings, key=lambda one: one.temperature))  # so that two of them are mixed as well
 
-    def texts(prompts: Sequence[Sequence[int]], cast: Sequence[SamplingParams], limit: int) -> list[TokenSequence]:
+    def texts(
+        prompts: Sequence[Sequence[int]], cast: Sequence[SamplingParams], limit: int, space: str | None = None
+    ) -> list[TokenSequence]:
         return [
             decoder.sequence(
                 prompt,
@@ -71,6 +73,7 @@ def rehearse(
                 seeded=False,
                 max_new_tokens=limit,
                 eos_token_ids=frozenset(),
+                space=space,
             )
             for row, prompt in enumerate(prompts)
         ]
@@ -96,7 +99,7 @@ def rehearse(
     for group in groups:
         if stopped():
             return
-        with _at_work(engine, texts(group, samplings[:1], 1)):
+        with _at_work(engine, texts(group, samplings[:1], 1, space="")):
             while not engine.done and not stopped():
                 engine.step()
 
@@ -141,8 +144,8 @@ def groups_to_read(
 ) -> list[list[list[int]]]:
     """Return prompts to read together, of all sizes and counts, at the beginning of a text and behind `behind` tokens.
 
-    Each group comes twice, as a pass is captured when it comes for the second time. The first one leaves in some slots what
-    others are read behind, where slots keep their texts; elsewhere a prompt is read behind its own first chunk.
+    Each group comes twice, as a pass is captured when it comes for the second time. The first one leaves what others are read
+    behind, where beginnings are kept; elsewhere a prompt is read behind its own first chunk.
     """
     if not captures(device):
         return []

@@ -2,7 +2,7 @@
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -18,6 +18,7 @@ from polydraft.engine.sequence import TokenSequence
 from polydraft.errors import FailureError, UsageError, first_line
 from polydraft.models import Context, LanguageModel, Memory
 from polydraft.models.language_model import PREFILL_CHUNK
+from polydraft.models.prefixes import Prefixes
 from polydraft.rows import ByRow
 from polydraft.sampling import IDLE, RowParams, Warper
 from polydraft.transfers import assign
@@ -169,7 +170,7 @@ class Workspace:
     def have_rows(self, rows: int) -> None:
         """Have so many rows: the first ones stay as they are, further ones are to `begin`; never more than at first.
 
-        Where rows are movable and rounds are captured, those that go sleep and come back as they were.
+        Where rounds are captured, those that go sleep where they are, so that tensors stay at their addresses.
         """
         self.params = RowParams((*self.params.rows, *([IDLE] * rows))[:rows])
         for part in self._by_row:
@@ -179,10 +180,9 @@ class Workspace:
             self.state.use(self.params)
 
     def trade_rows(self, first: int, second: int) -> None:
-        """Swap two rows between two rounds, the second of which may sleep."""
+        """Swap two rows at work between two rounds."""
         rows = self.params.rows
-        if second < len(rows):
-            self.params = self.params.replaced({first: rows[second], second: rows[first]})
+        self.params = self.params.replaced({first: rows[second], second: rows[first]})
         for part in self._by_row:
             part.swap_rows(first, second)
 
@@ -229,6 +229,16 @@ class Workspace:
             state.warper.admit(params, rows, [texts[row] for row in rows])
         assign(state.greedy_B, params.greedy)
         assign(state.tail_B2, [[0, *text[-2:]][-2:] for text in texts])
+
+    def recall(self, row: int, text: Sequence[int], space: Hashable, prefixes: Prefixes) -> int:
+        """Hold in a row what is known of a text's beginning, and nothing else; return how many tokens the target knows."""
+        self.session.recall(row, text, space, prefixes)
+        return self.memory.recall(row, text, space, prefixes)
+
+    def keep(self, row: int, space: Hashable, prefixes: Prefixes, *, whole: bool) -> None:
+        """Keep copies of what the memories hold in a row for texts that begin alike, of whole blocks only or to its end."""
+        self.memory.keep(row, space, prefixes, whole=whole)
+        self.session.keep(row, space, prefixes, whole=whole)
 
     def _new_state(self, texts: Sequence[Sequence[int]], params: RowParams) -> State:
         warper = Warper(params, self.target.vocab_size, texts, self.target.device)

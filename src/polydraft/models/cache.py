@@ -11,7 +11,7 @@ from transformers import Cache, DynamicCache, EncoderDecoderCache
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.families import text_config
 from polydraft.models.placement import home_device
-from polydraft.models.storage import KeyValues
+from polydraft.models.storage import Copies, KeyValues, Pieces
 from polydraft.rows import ByRow
 
 
@@ -150,6 +150,17 @@ class SpreadCache(SlotCache):
     def row_parts(self) -> Iterable[ByRow]:
         """Return the layers' caches."""
         return self._parts.values()
+
+    def copied(self, row: int, start: int, stop: int) -> Copies:
+        """Return copies of some adjacent slots of a row."""
+        parts = ((name, one.copied(row, start, stop)) for name, one in self._parts.items())
+        return {(*name, kind): copy for name, copies in parts for kind, copy in copies.items()}
+
+    def paste(self, row: int, pieces: Pieces, rows: int) -> None:
+        """Write copies of slots, and how many of each, into the first slots of one of `rows` rows."""
+        for name in {(kind, layer): None for kind, layer, _ in pieces[0][0]}:
+            own = [({kind: copies[*name, kind] for kind in ("keys", "values")}, count) for copies, count in pieces]
+            self._part(*name).paste(row, own, rows)
 
     def clear(self, row: int) -> None:
         """Overwrite a row with zeros."""

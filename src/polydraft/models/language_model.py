@@ -12,7 +12,7 @@ from polydraft.devices import can_sync, captures
 from polydraft.errors import UsageError
 from polydraft.models.attention import steady_attention
 from polydraft.models.placing import Placed, place
-from polydraft.models.storage import Storage, move_up
+from polydraft.models.storage import Copies, Pieces, Storage, move_up
 from polydraft.rows import ByRow
 from polydraft.sampling import PartialVocabulary
 from polydraft.transfers import assign, brought
@@ -119,6 +119,8 @@ class Context(Rows, ABC):
 
     elastic: bool = False
     """Whether the number of rows may change, see `resize`."""
+    borrows: bool = False
+    """Whether it keeps nothing of a text but reads what the target's keeps."""
     always_moves: ClassVar[bool] = False
     """Whether even tokens in the right places must be moved to be kept."""
     num_tokens: int | None = None
@@ -293,6 +295,27 @@ class Context(Rows, ABC):
             return False
         self.reserve(other.capacity)
         return self.cache.adopt(other.cache, self.batch_size)
+
+    @property
+    def owner(self) -> object:
+        """The model whose memory it is."""
+        return self._owner
+
+    @property
+    def portable(self) -> bool:
+        """Whether committed text can be copied into rows of this and other memories of the model: slots are all there is."""
+        return self.elastic and not self.borrows
+
+    def copied(self, row: int, start: int, stop: int) -> Copies:
+        """Return copies of what some committed tokens of a row have left."""
+        return self.cache.copied(row, start, stop)
+
+    def paste(self, row: int, pieces: Pieces) -> None:
+        """Write such copies, and how many tokens of each, into the first slots of a row; the caller commits them."""
+        length = sum(count for _, count in pieces)
+        self.reserve(length + self.places)
+        self.cache.paste(row, pieces, self.batch_size)
+        self.positions_BS[row, :length] = torch.arange(length, device=self.device)
 
     @property
     def address(self) -> int:

@@ -1,9 +1,13 @@
 """What a model holds of the texts of a batch, and how it comes to hold others."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from polydraft.models.language_model import LanguageModel, Observer
 from polydraft.rows import ByRow
+
+if TYPE_CHECKING:
+    from polydraft.models.prefixes import Prefixes
 
 NO_TEXT: Sequence[int] = (0,)
 """Stands for the text of a row that has none."""
@@ -57,6 +61,17 @@ class Memory(ByRow):
         self.context.rewind(kept)
         self._texts = list(texts)  # before reading: an interrupted prefill then leaves a beginning of these texts
         self.context.prefill([text[length:] for text, length in zip(wanted, kept, strict=True)], observer)
+
+    def recall(self, row: int, text: Sequence[int], space: Hashable, prefixes: "Prefixes") -> int:
+        """Hold in a row what is known of a text's beginning, and nothing else; return how many tokens that are."""
+        known = prefixes.paste(self.context, row, space, text[: max(len(text) - self.behind, 0)])
+        self._texts[row] = text[:known]
+        self.context.rewind([known if one == row else length for one, length in enumerate(self.context.lengths)])
+        return known
+
+    def keep(self, row: int, space: Hashable, prefixes: "Prefixes", *, whole: bool) -> None:
+        """Keep a copy of what is held in a row for texts that begin alike, of whole blocks only or to its end."""
+        prefixes.keep(self.context, row, space, self._texts[row][: self.context.lengths[row]], whole=whole)
 
     def settle(self, texts: Sequence[Sequence[int]]) -> None:
         """Record on the host what a round has committed."""

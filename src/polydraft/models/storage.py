@@ -2,7 +2,7 @@
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -12,6 +12,10 @@ from torch.nn import functional
 from polydraft.operations import operation
 from polydraft.rows import ByRow, swap
 
+Copies = Mapping[Any, Tensor]
+"""What a storage holds in some slots of a row, by names that all storages of the same model know."""
+Pieces = Sequence[tuple[Copies, int]]
+"""Copies of slots that follow each other, and how many slots of each are meant."""
 SWAPPED_NUMBERS = 2**24
 """Keys or values that a swap of two rows holds aside at a time."""
 
@@ -40,6 +44,14 @@ class Storage(ByRow, ABC):
     @abstractmethod
     def part(self, rows: slice) -> Self:
         """Return some adjacent rows, which share the storage; there must be some."""
+
+    def copied(self, row: int, start: int, stop: int) -> Copies:
+        """Return copies of some adjacent slots of a row, where slots are all that there is of it."""
+        raise NotImplementedError
+
+    def paste(self, row: int, pieces: Pieces, rows: int) -> None:
+        """Write copies of slots, and how many of each, into the first slots of one of `rows` rows."""
+        raise NotImplementedError
 
     @abstractmethod
     def clear(self, row: int) -> None:
@@ -111,6 +123,22 @@ class KeyValues(Storage):
             for start in range(0, len(stored), layers):
                 some = slice(start, start + layers)
                 swap(stored[some, first, :, :used], stored[some, second, :, :used])
+
+    def copied(self, row: int, start: int, stop: int) -> Copies:
+        """Return copies of some adjacent slots of a row."""
+        assert self._stored is not None, "a row that holds text has storage"
+        copies = (stored[:, row, :, start:stop].clone(memory_format=torch.contiguous_format) for stored in self._stored)
+        return dict(zip(("keys", "values"), copies, strict=True))
+
+    def paste(self, row: int, pieces: Pieces, rows: int) -> None:
+        """Write copies of slots, and how many of each, into the first slots of one of `rows` rows."""
+        done = 0
+        for copies, count in pieces:
+            both = copies["keys"], copies["values"]
+            likes = (copy_LHTC.new_empty(rows, copy_LHTC.shape[1], 0, copy_LHTC.shape[3]) for copy_LHTC in both)
+            for stored, copy_LHTC in zip(self._stored or self._allocated(*likes), both, strict=True):
+                stored[:, row, :, done : done + count] = copy_LHTC[:, :, :count]
+            done += count
 
     def clear(self, row: int) -> None:
         """Overwrite a row with zeros: even masked slots must not hold NaNs."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from polydraft.models.language_model import Context, LanguageModel
-from polydraft.models.storage import Storage
+from polydraft.models.storage import Copies, Pieces, Storage
 
 
 class TabularModel(LanguageModel):
@@ -122,6 +122,17 @@ class TokenSlots(Storage):
         part = copy.copy(self)
         part.tokens_BS = self.tokens_BS[rows]
         return part
+
+    def copied(self, row: int, start: int, stop: int) -> Copies:
+        """Return a copy of some adjacent slots of a row."""
+        return {"tokens": self.tokens_BS[row, start:stop].clone()}
+
+    def paste(self, row: int, pieces: Pieces, rows: int) -> None:
+        """Write copies of slots, and how many of each, into the first slots of a row."""
+        done = 0
+        for copies, count in pieces:
+            self.tokens_BS[row, done : done + count] = copies["tokens"][:count]
+            done += count
 
     def clear(self, row: int) -> None:
         """Do nothing: tokens are never NaN."""

@@ -21,6 +21,7 @@ from polydraft.errors import UsageError
 from polydraft.models import Context
 from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.models.placement import agreed
+from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.serve.request import AUTO, OFF, Progress, Request, SlotQueue
 from polydraft.trees import DynamicShape, Topology, parse_dynamic, parse_tree
@@ -30,6 +31,8 @@ LEAST_TOKENS, _MOST_TOKENS, _STEP = 2048, 16384, 256
 """Of a slot, where nobody says how many."""
 _MOST_ON_HOST = 4e9
 """Bytes that all slots may take then on a host, which writes some gigabytes a second."""
+_MOST_PREFIXES_ON_HOST, _LEAST_PREFIXES = 1e9, 2**27
+"""Bytes of shared beginnings, where nobody says: at most on a host, and where it does not say how much is free."""
 _SHORT = 4
 """Tokens of the text that `Lane.reserve` generates."""
 _MOST_NODES, _MOST_LEVELS = 128, 16
@@ -64,10 +67,18 @@ class Lane:
     options : LaneOptions
     memory : sequence of Context
         Released by another lane, to be reused as far as it fits.
+    prefixes : Prefixes, optional
+        Beginnings of texts that lanes share.
     """
 
-    def __init__(self, decoder: Decoder, options: LaneOptions, memory: Sequence[Context] = ()) -> None:
-        self.decoder, self._options = decoder, options
+    def __init__(
+        self,
+        decoder: Decoder,
+        options: LaneOptions,
+        memory: Sequence[Context] = (),
+        prefixes: Prefixes | None = None,
+    ) -> None:
+        self.decoder, self._options, self._prefixes = decoder, options, prefixes
         self.waiting = SlotQueue()
         self.running: dict[int, tuple[Request, int]] = {}
         """By row number; numbers are never reused."""
@@ -122,6 +133,8 @@ class Lane:
         groups = groups_to_read(options.slot_tokens, chunk, options.slots, target.vocab_size, target.device)
         longest = min(USUAL_LENGTH, options.slot_tokens)
         rehearse(self.decoder, self._opened(), samplings, longest=longest, groups=groups, stopped=stopped)
+        if self._prefixes is not None:
+            self._prefixes.clear()
 
     def cancel(self, request: Request) -> None:
         """End all sequences of a request."""
@@ -180,7 +193,7 @@ class Lane:
         """Allocate all memory for keys and values: generate a short text, then write to every byte."""
         engine = self._opened()
         prompt = prompt_of(_SHORT, 1, self.decoder.target.vocab_size)
-        engine.add(self.decoder.sequence(prompt, IDLE, seed=0, max_new_tokens=1))
+        engine.add(self.decoder.sequence(prompt, IDLE, seed=0, max_new_tokens=1, space=None))
         while not engine.done:
             engine.step()
         self._forget()
@@ -200,7 +213,7 @@ class Lane:
             self._engine = Engine(
                 workspace,
                 walk=decoder.walk,
-                reuse=True,
+                prefixes=self._prefixes,
                 elastic=True,
                 chunk=options.chunk_tokens,
                 stall=options.stall_seconds,
@@ -226,6 +239,14 @@ def fitting_tokens(decoder: Decoder, slots: int) -> int:
     size = tokens / LEAST_TOKENS * slots * one.cache_bytes
     _LOGGER.info("--slot-tokens %d: %d slots take %.1f GB of %.1f GB of free memory", tokens, slots, size / 1e9, free / 1e9)
     return tokens
+
+
+def fitting_prefixes(device: torch.device) -> int:
+    """Return how many bytes beginnings of texts may take where nobody says, beside slots that have their memory already."""
+    free = free_bytes(device)
+    share = _LEAST_PREFIXES if free is None else min(free / 8, _MOST_PREFIXES_ON_HOST) if is_host(device) else free / 4
+    fitting: int = agreed(int(share))
+    return fitting
 
 
 def with_speculation(decoder: Decoder, speculative: str) -> Decoder:

@@ -45,6 +45,8 @@ class Metrics:
             "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place behind the text.", "position"
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
+        self.prefix_queries = self._counter("prefix_cache_queries", "Tokens of prompts whose beginnings were looked for.")
+        self.prefix_hits = self._counter("prefix_cache_hits", "Tokens of prompts that were not read again.")
         self.new_tokens = self._counter("generation_tokens", "New tokens.")
         self.successes = self._counter("request_success", "Texts that came to an end.", "finished_reason")
         self.failures = self._counter("request_failure", "Requests answered with an error.", "status")
@@ -59,6 +61,7 @@ class Metrics:
         self._gauge("num_requests_running", "Texts that have slots.", lambda: scheduler.running)
         self._gauge("num_requests_waiting", "Texts that wait for slots.", lambda: scheduler.waiting)
         self._gauge("cache_reserved_bytes", "Keys and values of all slots.", lambda: scheduler.cache_bytes)
+        self._gauge("prefix_cache_bytes", "Beginnings of texts that are kept.", lambda: scheduler.prefix_bytes)
         self._gauge(
             "kv_cache_usage_perc", "Part of all slots' tokens that running texts have, 0 to 1.", lambda: scheduler.cache_usage
         )
@@ -79,7 +82,11 @@ class Metrics:
         if index not in request.last_emitted:
             self.first_token.observe(now - request.arrived)
             self.queue_time.observe(request.admitted[index] - request.arrived)
-            self.prompt_tokens.inc(len(request.sequences[index].prompt))
+            sequence = request.sequences[index]
+            self.prompt_tokens.inc(len(sequence.prompt))
+            if sequence.prompt_top_logprobs is None:
+                self.prefix_queries.inc(len(sequence.prompt))
+                self.prefix_hits.inc(sequence.cached)
         else:
             each = (now - request.last_emitted[index]) / len(emitted.token_ids)
             for _ in emitted.token_ids:

@@ -50,6 +50,11 @@ class ServeOptions:
     slot_tokens: int | None = None
     """Most tokens per text, including its prompt; all slots reserve memory for this many  [default: 2048 to 16384, by the
     model and the free memory]."""
+    prefix_gb: float | None = None
+    """Gigabytes for beginnings that texts share, such as system prompts and conversations; 0 keeps none  [default: an eighth of
+    the free memory, at most 1; a quarter on a GPU]."""
+    share_prefixes: bool = False
+    """Let requests with different API keys share beginnings; answers that come sooner tell clients what others have sent."""
     max_queue: int = 64
     """Most texts waiting for a slot; further requests are told to come back later."""
     max_choices: int = 16
@@ -147,6 +152,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("slots", 1, 1024),
     ("other_slots", 1, 1024),
     ("slot_tokens", 16, 2**20),
+    ("prefix_gb", 0, 10**4),
     ("max_queue", 0, 10**6),
     ("max_choices", 1, 1024),
     ("max_body_bytes", 1024, 2**30),

@@ -64,6 +64,8 @@ class CompletionRequest:
     grammar: Grammar | None = None
     prediction: str | None = None
     """What the text is expected to be."""
+    cache_salt: str = ""
+    """Texts share beginnings only with those of requests that say the same."""
     tools: Tools | None = None
     trace: bool = False
     """Whether chunks say where each token came from."""
@@ -100,6 +102,7 @@ def read_request(
     wants["stream"] = _flag(left, "stream")
     wants["include_usage"] = _stream_options(left.pop("stream_options", None), wants["stream"])
     wants["speculative"], wants["trace"] = _speculative(left.pop("speculative", AUTO))
+    wants["cache_salt"] = _text(left, "cache_salt") or ""
     wants["prediction"] = _prediction(left.pop("prediction", None))
     if wants["prediction"] and wants["speculative"] == OFF:
         raise RequestError("conflicting_parameters", param="prediction", names='prediction and "speculative": "off"')
@@ -347,7 +350,7 @@ def _bias(value: Any) -> dict[int, float]:
 
 _SHARED_NAMES = {
     "model", "n", "seed", "stop", "stream", "stream_options", "speculative", "response_format", "grammar", "regex",
-    "prediction", "top_k", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", *_NUMBERS,
+    "prediction", "cache_salt", "top_k", "logit_bias", "min_tokens", "ignore_eos", "stop_token_ids", *_NUMBERS,
 }  # fmt: skip
 CHAT_NAMES = {
     "messages", "max_tokens", "max_completion_tokens", "logprobs", "top_logprobs",

@@ -249,7 +249,7 @@ class ResponseApiBuilder(ResponseBuilder):
     def _response_usage(self) -> dict[str, Any]:
         return {
             "input_tokens": self.usage["prompt_tokens"],
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": self.usage["prompt_tokens_details"],
             "output_tokens": self.usage["completion_tokens"],
             "output_tokens_details": {"reasoning_tokens": 0, **self.usage.get("completion_tokens_details", {})},
             "total_tokens": self.usage["total_tokens"],

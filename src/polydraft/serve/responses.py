@@ -67,7 +67,9 @@ class ResponseBuilder:
         """Tokens of prompts and answers; a prompt counts once, however many texts it gets."""
         read = sum(len(sequence.prompt) for sequence in self._sequences[:: self._wanted.n])
         written = sum(len(sequence.new_tokens) for sequence in self._sequences)
-        found = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        cached = sum(sequence.cached for sequence in self._sequences[:: self._wanted.n])
+        found: dict[str, Any] = {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written}
+        found["prompt_tokens_details"] = {"cached_tokens": cached}
         if self._wanted.prediction is None:
             return found
         accepted = [sequence.sources.count(PREDICTION) for sequence in self._sequences]

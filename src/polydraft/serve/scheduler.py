@@ -16,6 +16,7 @@ from polydraft.draft.predicted import with_prediction
 from polydraft.engine import Decoder, StopReason
 from polydraft.engine.sequence import Emitted
 from polydraft.errors import FailureError
+from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import SamplingParams
 from polydraft.serve.errors import RequestError
 from polydraft.serve.lane import Lane, LaneOptions, most_places, with_speculation
@@ -53,6 +54,8 @@ class Scheduler:
         Rehearse rounds with these before the first request.
     lockstep : Lockstep, optional
         Of tensor-parallel processes.
+    prefixes : Prefixes, optional
+        Beginnings of texts that both lanes share.
     """
 
     def __init__(
@@ -66,13 +69,15 @@ class Scheduler:
         observer: Observer | None = None,
         warm_up: Sequence[SamplingParams] = (),
         lockstep: Lockstep | None = None,
+        prefixes: Prefixes | None = None,
     ) -> None:
         self.decoder, self.options, self._observer, self.lockstep = decoder, options, observer, lockstep
         self._rehearsed, self._cold = warm_up, bool(warm_up)
         self._limit = options.slots + max_queue
         self._second_options = replace(options, slots=other_slots or options.slots)
         self._own_trees = own_trees
-        self.lanes = {AUTO: Lane(decoder, options)}
+        self.prefixes = prefixes
+        self.lanes = {AUTO: Lane(decoder, options, prefixes=prefixes)}
         """The first lane, and the second as it drafts now."""
         self._second_queue: deque[Request] = deque()
         """Requests that wait for the second lane's turn."""
@@ -135,6 +140,11 @@ class Scheduler:
         """Part of the slots' tokens that running sequences have."""
         slots = self.options.slots + self._second_options.slots
         return sum(lane.used_tokens for lane in tuple(self.lanes.values())) / (slots * self.options.slot_tokens)
+
+    @property
+    def prefix_bytes(self) -> int:
+        """Bytes of beginnings that are kept."""
+        return 0 if self.prefixes is None else self.prefixes.nbytes
 
     @property
     def running(self) -> int:
@@ -295,7 +305,7 @@ class Scheduler:
             decoder = decoder.replace(drafter=with_forced(decoder.drafter))
         options = replace(self._second_options, places=self._places)
         memory = [one for name in [*self.lanes][1:] for one in self.lanes.pop(name).release()]
-        self.lanes[self._lane_name(request)] = Lane(decoder, options, memory)
+        self.lanes[self._lane_name(request)] = Lane(decoder, options, memory, self.prefixes)
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
@@ -304,6 +314,8 @@ class Scheduler:
     def _fail_running(self, lane: Lane, error: Exception) -> Events:
         """Drop what was running in a lane; waiting sequences go on in wiped memory."""
         _LOGGER.error("a round failed: %s: %s", type(error).__name__, error, exc_info=error)
+        if self.prefixes is not None:
+            self.prefixes.clear()  # for their memory, or because nobody knows what became of them
         return _failed(lane.reset(), RequestError("out_of_memory" if _is_about_memory(error) else "round_failed"))
 
     def _publish(self, events: Events) -> None:

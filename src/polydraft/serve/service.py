@@ -16,12 +16,13 @@ from polydraft.engine import Decoder, TokenSequence
 from polydraft.errors import UsageError, shown
 from polydraft.models import check_prompts
 from polydraft.models.placement import is_follower, is_shared
+from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_seed
 from polydraft.sampling.grammar import Grammar, Grammars
 from polydraft.serve.errors import RequestError, from_library, unsupported
 from polydraft.serve.forms import ChatForms, marker_tokens
-from polydraft.serve.lane import LaneOptions, fitting_tokens, with_speculation
+from polydraft.serve.lane import LaneOptions, fitting_prefixes, fitting_tokens, with_speculation
 from polydraft.serve.metrics import Metrics
 from polydraft.serve.options import ServeOptions
 from polydraft.serve.parsing import Parser
@@ -64,6 +65,7 @@ class Service:
             chunk_tokens=options.chunk_tokens,
             stall_seconds=None if is_shared() else options.stall_seconds,  # each process would measure its own
         )
+        prefixes = None if options.prefix_gb == 0 else Prefixes(int((options.prefix_gb or 0) * 1e9))
         warm_up = captures(decoder.target.device) if options.warm_up is None else options.warm_up
         self.scheduler = Scheduler(
             decoder,
@@ -74,8 +76,11 @@ class Service:
             observer=self.metrics.observe,
             warm_up=_USUAL_PARAMS if warm_up else (),
             lockstep=Lockstep(decoder, leads=not is_follower()) if is_shared() else None,
+            prefixes=prefixes,
         )
         self.scheduler.reserve()
+        if prefixes is not None and options.prefix_gb is None:
+            prefixes.most = fitting_prefixes(decoder.target.device)  # beside slots, which have their memory by now
         self.metrics.watch(self.scheduler)
         # Tokenizers are not thread-safe: the engine's thread, the event loop and the threads that encode have one each.
         self._encoder = Decoder(decoder.target, tokenizer=copy.deepcopy(decoder.tokenizer))
@@ -94,11 +99,14 @@ class Service:
         if name is not None and name not in self.names:
             raise RequestError("model_not_found", param="model", name=shown(name), served=", ".join(map(repr, self.names)))
 
-    async def submit(self, wanted: CompletionRequest, build: Builds = ResponseBuilder) -> tuple[Request, ResponseBuilder]:
-        """Queue a request, and make the builder of its answer."""
+    async def submit(
+        self, wanted: CompletionRequest, build: Builds = ResponseBuilder, client: str = ""
+    ) -> tuple[Request, ResponseBuilder]:
+        """Queue a request, and make the builder of its answer; beginnings of texts are shared with the same client's only."""
         self.check_model(wanted.model)
         self._check_tree(wanted.speculative)
-        request = await asyncio.to_thread(self.prepare, wanted, asyncio.get_running_loop())
+        space = json.dumps(["" if self.options.share_prefixes else client, wanted.cache_salt])
+        request = await asyncio.to_thread(self.prepare, wanted, asyncio.get_running_loop(), space)
         self.scheduler.submit(request)
         drafts = not isinstance(self.decoder.drafter, Plain)
         return request, build(wanted, request, model=self.model, token_texts=self._token_texts, drafts=drafts)
@@ -172,7 +180,7 @@ class Service:
             grammar_of(self._forms, wanted.tools, prompt, tokens) if wanted.tools and wanted.tools.forced else None
         )
 
-    def prepare(self, wanted: CompletionRequest, loop: asyncio.AbstractEventLoop) -> Request:
+    def prepare(self, wanted: CompletionRequest, loop: asyncio.AbstractEventLoop, space: str = "") -> Request:
         """Tokenize the prompts of a request, check what depends on the model, and make its sequences."""
         if wanted.num_texts > self.options.max_choices:
             raise RequestError("too_many_texts", param="n", count=wanted.num_texts, most=self.options.max_choices)
@@ -189,7 +197,7 @@ class Service:
         limits = {id(prompt): self._limit(len(prompt), wanted) for prompt in prompts}
         return Request(
             [
-                self._sequence(text, limits[id(text)], row_seed(seed, row), wanted, grammar, markers)
+                self._sequence(text, limits[id(text)], row_seed(seed, row), wanted, grammar, markers, space)
                 for row, text in enumerate(texts)
             ],
             wanted.speculative,
@@ -254,6 +262,7 @@ class Service:
         wanted: CompletionRequest,
         grammar: str | None,
         markers: frozenset[int],
+        space: str,
     ) -> TokenSequence:
         processor = None if grammar is None or self._grammars is None else self._grammars.processor(grammar, len(prompt))
         return self.decoder.sequence(
@@ -269,6 +278,7 @@ class Service:
             traced=wanted.trace,
             top_logprobs=wanted.top_logprobs,
             prompt_top_logprobs=wanted.top_logprobs if wanted.echo else None,
+            space=space,
         )
 
 

@@ -4,6 +4,7 @@ import dataclasses
 import http.client
 import json
 import random
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -100,6 +101,8 @@ class Client:
         if options.api_key:
             self._headers["Authorization"] = f"Bearer {options.api_key}"
         self.model = options.model or self._first_model()
+        self._salt = secrets.token_hex(8)
+        """With the arm's name: an arm must not gain from prompts that another one has read."""
 
     def _first_model(self) -> str:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=30)
@@ -118,7 +121,9 @@ class Client:
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
         body: dict[str, Any] = {"model": self.model, "messages": messages, "stream": True}
         body |= {"max_tokens": self._options.max_tokens, "temperature": self._options.temperature}
-        body |= {"stream_options": {"include_usage": True}} | ({"speculative": arm} if arm in ("auto", "off") else {})
+        body |= {"stream_options": {"include_usage": True}} | (
+            {"speculative": arm, "cache_salt": f"{self._salt} {arm}"} if arm in ("auto", "off") else {}
+        )
         sample, start = Sample(), time.perf_counter()
         connection = http.client.HTTPConnection(self._host, self._port, timeout=600)
         try:

@@ -114,7 +114,7 @@ class AssistantHead(Head):
 class AssistantContext(Entries):
     """How long the texts of one batch are, and where the target keeps them."""
 
-    elastic = True
+    elastic = borrows = True
     _head: AssistantHead
 
     def __init__(self, head: AssistantHead, batch_size: int, capacity: int) -> None:

@@ -1,0 +1,139 @@
+"""Beginnings of texts that later texts share: copies of what memories hold of them, found by their tokens."""
+
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from polydraft.models.language_model import Context
+from polydraft.models.memory import common_prefix
+from polydraft.models.storage import Copies
+
+BLOCK = 64
+"""Tokens that are copied together; the last ones of a text may be fewer."""
+
+
+@dataclass(eq=False, slots=True)
+class _Piece:
+    """Some tokens behind others, and what a memory holds of them."""
+
+    tokens: list[int] = field(default_factory=list)
+    copies: Copies = field(default_factory=dict)
+    above: "_Piece | None" = None
+    below: dict[int, list["_Piece"]] = field(default_factory=dict)
+    """What may follow, by its first token; nothing follows less than a whole block."""
+
+    @property
+    def nbytes(self) -> int:
+        return sum(copy.nbytes for copy in self.copies.values())
+
+
+class Prefixes:
+    """Copies of what memories hold of texts, to be copied into the row of a text that begins alike.
+
+    Texts are cut into blocks, which form a tree: whoever walks down it by the tokens of a text finds the longest beginning that
+    any memory of the same model has read. When there is no room the least recently used blocks go, those at the ends of texts
+    before those that others stand on.
+
+    Each memory keeps its own: a target's beginnings serve whatever drafts for it. Texts share within a *space* only.
+
+    Parameters
+    ----------
+    most : int
+        Bytes that all copies may take.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.nbytes = 0
+        """Bytes that they take."""
+        self._roots: dict[Hashable, _Piece] = {}
+        """Where texts begin, by model and space."""
+        self._recent: OrderedDict[_Piece, None] = OrderedDict()
+        """All pieces, the least recently used first. A piece is always followed by the one above it."""
+
+    def known(self, context: Context, space: Hashable, text: Sequence[int]) -> int:
+        """Return how many of a text's first tokens can be copied into such a memory."""
+        return sum(count for _, count in self._path(context, space, list(text)))
+
+    def paste(self, context: Context, row: int, space: Hashable, text: Sequence[int]) -> int:
+        """Copy as much of a text's beginning as there is into the first slots of a row; return how many slots that are."""
+        if context.borrows:  # it knows whatever the target does
+            return len(text)
+        path = list(self._path(context, space, list(text)))
+        known = sum(count for _, count in path)
+        if known:
+            context.paste(row, [(piece.copies, count) for piece, count in path])
+            self._touch([piece for piece, _ in path])
+        return known
+
+    def keep(self, context: Context, row: int, space: Hashable, text: Sequence[int], *, whole: bool) -> None:
+        """Keep copies of what the first slots of a row hold, of this text; of `whole` blocks only, or to its end."""
+        if not context.portable:
+            return
+        stop = len(text) // BLOCK * BLOCK if whole else len(text)
+        self._touch([piece for piece, _ in self._path(context, space, list(text))])
+        piece, path = self._roots.setdefault((context.owner, space), _Piece()), list[_Piece]()
+        for start in range(0, stop, BLOCK):
+            tokens = list(text[start : min(start + BLOCK, stop)])
+            beside = piece.below.get(tokens[0], [])
+            found = next((one for one in beside if one.tokens[: len(tokens)] == tokens), None)
+            if found is None:
+                try:
+                    found = _Piece(tokens, context.copied(row, start, start + len(tokens)), piece)
+                except torch.OutOfMemoryError:  # what rounds need comes first
+                    self.clear()
+                    return
+                for shorter in [one for one in beside if tokens[: len(one.tokens)] == one.tokens]:
+                    self._drop(shorter)
+                if not self._makes_room(found.nbytes, path):
+                    break
+                piece.below.setdefault(tokens[0], []).append(found)
+                self._recent[found] = None
+                self.nbytes += found.nbytes
+            path.append(found)
+            piece = found
+        self._touch(path)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._roots.clear()
+        self._recent.clear()
+        self.nbytes = 0
+
+    def _path(self, context: Context, space: Hashable, text: list[int]) -> Iterator[tuple[_Piece, int]]:
+        """Yield the pieces of a text's longest known beginning, and how many tokens of each are the text's."""
+        piece, place = self._roots.get((context.owner, space)), 0
+        while piece is not None and place < len(text):
+            part = text[place : place + BLOCK]
+            shared = [(common_prefix(one.tokens, part), one) for one in piece.below.get(part[0], ())]
+            count, piece = max(shared, key=lambda pair: pair[0], default=(0, None))
+            if piece is not None:
+                yield piece, count
+            if count < BLOCK:
+                return
+            place += count
+
+    def _touch(self, path: Sequence[_Piece]) -> None:
+        """Note the use of a text's pieces, the first of them last."""
+        for piece in reversed(path):
+            self._recent.move_to_end(piece)
+
+    def _makes_room(self, nbytes: int, path: Sequence[_Piece]) -> bool:
+        """Drop what was not used for longest, but for the pieces of a text; return whether so much more fits then."""
+        while self._recent and self.nbytes + nbytes > self.most:
+            oldest = next(iter(self._recent))
+            if oldest in path:
+                return False
+            self._drop(oldest)
+        return self.nbytes + nbytes <= self.most
+
+    def _drop(self, piece: _Piece) -> None:
+        assert piece.above is not None and not piece.below, "what others stand on is used whenever they are"
+        beside = piece.above.below[piece.tokens[0]]
+        beside.remove(piece)
+        if not beside:
+            del piece.above.below[piece.tokens[0]]
+        del self._recent[piece]
+        self.nbytes -= piece.nbytes
