@@ -23,6 +23,8 @@ from polydraft.verify.walk import TargetDistribution, fault_of
 class FlatBlocksBuilder(TrieBuilder):
     """Chains that share no nodes, those of the longest prefixes first, and their walk."""
 
+    obstacle = "flat blocks are lossy and not made for speed: their walk looks at how deep each node is"
+
     def resolve_walk(self, name: str) -> Walk:
         """Keep the longest chain; other walks than node by node are refused as elsewhere."""
         check_node_walk(self._name, name)
