@@ -9,6 +9,7 @@ import pytest
 
 import polydraft.models.language_model as language_model
 from covering import covering, some_slow
+from polydraft.draft.predicted import with_prediction
 from polydraft.engine import Decoder, Generation, StopReason
 from polydraft.engine.graphs import Launched
 from polydraft.engine.workspace import Workspace
@@ -16,7 +17,7 @@ from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
 from stand_in import StandIn, round_graphs
 
-from .setups import COMBINATIONS, EVERY_DRAFTER, PENALTIES, PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder
+from .setups import CHEAP, COMBINATIONS, EVERY_DRAFTER, PENALTIES, PROMPT, RAGGED_PROMPTS, TARGET, VOCABULARY, make_decoder
 
 RUNS_AHEAD = ["none", "model", "head", "head@peagle", "head@dflash"]
 SEEDS = [7, 8, 9]
@@ -277,3 +278,34 @@ def test_rounds_that_are_not_replayed_do_not_run_ahead(monkeypatch: pytest.Monke
     monkeypatch.setattr(TARGET, "graph_obstacle", "none of them can be captured")
     result = decoders("model")[0].generate(PROMPT, max_new_tokens=20, seed=0)
     assert result.stats.rounds_ahead == 0
+
+
+@pytest.mark.parametrize(("drafter", "temperature", "rows"), covering(["none", "model", "head"], [0.0, 1.0], [1, 3]))
+def test_a_prediction_that_promises_nothing_is_not_waited_for(
+    replaying: list[StandIn], monkeypatch: pytest.MonkeyPatch, drafter: str, temperature: float, rows: int
+) -> None:
+    """Rounds run ahead while it is wrong, wait for it where it fits, and texts and figures are the same if none may."""
+    monkeypatch.setattr("polydraft.draft.grams.is_host", lambda device: False)  # no policy, as on a GPU
+    options = {"max_new_tokens": 100, "seed": SEEDS[:rows]}
+    prompts = RAGGED_PROMPTS[:rows]
+    plain = make_decoder(drafter="none").generate(prompts, sampling=SamplingParams(temperature=temperature), **options)
+    waited = {}
+    for kind in ("wrong", "found again", "right"):
+        wrong = [[(7 * place + place // 5) % VOCABULARY for place in range(100)] for _ in prompts]
+        texts = [one.token_ids for one in plain]
+        predictions = {"wrong": wrong, "right": texts, "found again": [text[:5] + text[60:] for text in texts]}[kind]
+        sampling = [SamplingParams(temperature=temperature, prediction=one) for one in predictions]
+        pair = decoders(drafter)
+        for one in pair:
+            one.drafter = with_prediction(one.drafter, CHEAP)
+        for _ in range(2):
+            results, expected = (one.generate(prompts, sampling=sampling, **options) for one in pair)
+            assert_same(results, expected)
+        assert temperature > 0 or [one.token_ids for one in results] == texts
+        stats = results[0].stats
+        waited[kind] = stats.rounds - stats.rounds_ahead
+        if kind == "wrong":
+            assert stats.rounds_ahead > stats.rounds / 2
+        if kind == "right" and temperature == 0:
+            assert stats.tokens_by_source["prediction"] > stats.new_tokens / 2
+    assert_in_step(pair[0])

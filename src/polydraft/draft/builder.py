@@ -33,6 +33,10 @@ class Builder(ByRow, ABC):
     """Whether `build` is the host's work, and a capture takes its tree as an input."""
     learns: bool = False
     """Whether what the host learns of a round may change what the next one does."""
+    asleep: bool = False
+    """Whether the next tree is the root alone, whatever the host learns of the last round."""
+    beside_draft: bool = False
+    """Whether a draft proposes in the same rounds."""
     elastic: bool = False
     """Whether the number of rows may change, see `resize`."""
     movable: bool = False
@@ -77,6 +81,12 @@ class Builder(ByRow, ABC):
         It launches the same kernels as `build` and leaves the rounds' own tensors alone; None if there are no kernels.
         """
         return None
+
+    def wake(self, *, ahead: bool) -> None:
+        """Get ready for the next tree; `ahead` if the outcome of the last round is not known yet.
+
+        What is decided here must not depend on `ahead`, and so not on that outcome.
+        """
 
     @property
     def kind(self) -> Hashable:

@@ -42,6 +42,8 @@ GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
 """Drafters that need no draft model, with the caches they use; `self-draft` also has riders (`RIDERS`)."""
 _SUFFICES = 4.0
 """A round skips the draft for rows whose prediction promises this many tokens."""
+_WAKES, _WAKES_BESIDE_DRAFT = 0.5, 3.0
+"""Tokens that a prediction must promise for rounds to wait for it, alone and beside a draft that gets some by itself."""
 NOTHING_FOUND = "n-grams had nothing to propose that would pay"
 
 
@@ -157,10 +159,19 @@ RIDERS: Registry[Callable[[RiderOptions, LanguageModel, int], Riders]] = Registr
 """Riders of a batch, from their options, the target and the number of rows; `polydraft.papers` registers them."""
 
 
+_NEW_ROW: dict[str, Callable[[], object]] = {
+    "read": list,
+    "idle": bool,
+    "resting": bool,
+    "promised": lambda: (False, False),
+    "awake": lambda: True,
+}
+
+
 class GramSource(Source):
     """Memories of one batch, one of each cache per row, on the host, and the riders that teach them."""
 
-    ROW_STATE = ("memories", "read", "idle", "resting")
+    ROW_STATE = ("memories", "read", "idle", "resting", "promised", "awake")
     FORGETS = True
     learns = True
 
@@ -173,14 +184,18 @@ class GramSource(Source):
         self.idle = [False] * batch_size
         self.resting = [False] * batch_size
         """Rows that draft nothing in this round, because it would not pay."""
+        self.promised = [(False, False)] * batch_size
+        """Whether each row's memories promised enough one round before its last one, and after its last one."""
+        self.awake = [True] * batch_size
+        """Rows whose memories are asked in this round."""
 
     def row_parts(self) -> Iterable[ByRow]:
         """Return the branches."""
         return (self.riders,)
 
-    def new_row(self, name: str) -> list[GramMemory] | list[int] | bool:
+    def new_row(self, name: str) -> object:
         """Begin with empty memories."""
-        return self._opened() if name == "memories" else [] if name == "read" else False
+        return self._opened() if name == "memories" else _NEW_ROW[name]()
 
     def _opened(self) -> list[GramMemory]:
         return [cache.open() for cache in self._caches]
@@ -197,7 +212,7 @@ class GramSource(Source):
             if list(text[: len(read)]) != read:
                 self._forget(row)
             self._remember(row, text[len(self.read[row]) :])
-            self.idle[row] = False
+            self.idle[row], self.promised[row] = False, (True, True)
         self.riders.begin(texts, rows)
 
     def _forget(self, row: int) -> None:
@@ -234,6 +249,9 @@ class TrieBuilder(Builder):
 
     Depth and random numbers of a round are the same whatever is proposed, so that a row's text does not depend on its
     neighbours; the number of nodes follows what is proposed, as a pass costs by its tokens.
+
+    A round that needs the host's trie cannot be launched ahead. So, where all that there is are predictions, a row sleeps while
+    its own promises too little. That is judged by the text that is known one round early, launched ahead or not.
     """
 
     elastic = True
@@ -259,12 +277,20 @@ class TrieBuilder(Builder):
         )
         self._tries: list[TokenTrie] = []
         self.policy = policy
+        self._sleeps = policy is None and all(name == PREDICTION for name in source.names)
         self.depth, self.num_nodes = sizes.depth, 1 + sizes.nodes + sizes.riders.most
 
     @property
     def kind(self) -> Hashable:
-        """What the riders' captures depend on."""
-        return self.source.riders.kind
+        """What the riders' captures depend on, and whether there is a trie."""
+        return self.source.riders.kind, self.asleep
+
+    def wake(self, *, ahead: bool) -> None:
+        """Say which rows' memories promised enough."""
+        if self._sleeps:
+            rows = zip(self.source.promised, self.source.idle, strict=True)
+            self.source.awake = [promised[ahead] and not idle for promised, idle in rows]
+            self.asleep = not any(self.source.awake)
 
     @property
     def num_uniforms(self) -> int:
@@ -298,8 +324,10 @@ class TrieBuilder(Builder):
             if source.riders.num_uniforms:
                 source.riders.resting_B = torch.tensor(source.resting, device=self._device)
         self._tries = [
-            self.trie(memories, read[-1]) if not idle and not resting else TokenTrie(read[-1])
-            for memories, read, idle, resting in zip(source.memories, source.read, source.idle, source.resting, strict=True)
+            self.trie(memories, read[-1]) if awake and not idle and not resting else TokenTrie(read[-1])
+            for awake, memories, read, idle, resting in zip(
+                source.awake, source.memories, source.read, source.idle, source.resting, strict=True
+            )
         ]
         if self.policy is not None:
             self._keep_what_pays(self.policy)
@@ -341,8 +369,13 @@ class TrieBuilder(Builder):
         self.source.riders.use(params)
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Let the riders know the text."""
+        """Let the riders know the text, and see what it makes memories promise."""
         self.source.riders.advance(emitted)
+        if self._sleeps:
+            enough, source = _WAKES_BESIDE_DRAFT if self.beside_draft else _WAKES, self.source
+            for row, (_, last) in enumerate(source.promised):
+                trie = TokenTrie(0) if source.idle[row] else self.trie(source.memories[row], source.read[row][-1])
+                source.promised[row] = last, sum(trie.chances[1:]) >= enough
 
     def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
         """Let the riders ride along."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -75,6 +75,8 @@ class DraftSession(ByRow):
         self.num_nodes = 1 + sum(builder.num_nodes - 1 for builder in self._builders)
         self.depth = max((builder.depth for builder in self._builders), default=0)
         """Levels below the root of every proposal."""
+        if drawn is not None and certain is not None:
+            certain.beside_draft = True
         for builder in self._builders:
             captured = all(one.obstacle is None for one in self._builders)
             builder.source.make_room(places=builder.places, depth=self.depth, captured=captured)
@@ -119,16 +121,24 @@ class DraftSession(ByRow):
         """How much of the next round can be captured."""
         never = next((builder.obstacle for builder in self._builders if builder.obstacle), None)
         not_now = next((builder.source.obstacle for builder in self._builders if builder.source.obstacle), None)
-        waits = any(builder.learns or builder.source.learns for builder in self._builders) or self._catches_up
+        at_work = [builder for builder in self._builders if not builder.asleep]
+        waits = any(builder.learns or builder.source.learns for builder in at_work) or self._catches_up
         kind = tuple(builder.kind for builder in self._builders)
-        on_host = self._certain is not None and self._certain.on_host
+        on_host = self._certain is not None and self._certain.on_host and not self._certain.asleep
         static = all(builder.static for builder in self._builders)
         return Capturable(never, not_now, self._host_tree if on_host else None, waits, kind, static)
 
     @property
     def _catches_up(self) -> bool:
         """Whether the draft has to read tokens of n-grams between two rounds."""
-        return self._drawn is not None and self._certain is not None and not self._drawn.source.follows_any_path
+        if self._drawn is None or self._certain is None or self._certain.asleep:
+            return False
+        return not self._drawn.source.follows_any_path
+
+    def wake(self, *, ahead: bool) -> None:
+        """Get ready for the next round; `ahead` if it is launched before the outcome of the last one is known."""
+        for builder in self._builders:
+            builder.wake(ahead=ahead)
 
     @property
     def num_kinds(self) -> int:
@@ -158,6 +168,11 @@ class DraftSession(ByRow):
     def movable(self) -> bool:
         """Whether rows can be swapped, see `swap_rows`."""
         return self.elastic and all(builder.movable and builder.source.movable for builder in self._builders)
+
+    @property
+    def reach(self) -> int:
+        """Levels that the tree of the round last got ready may have; `depth` counts empty ones as well."""
+        return max((builder.depth for builder in self._builders if not builder.asleep), default=0)
 
     @property
     def rest_reason(self) -> str | None:
@@ -239,23 +254,27 @@ class DraftSession(ByRow):
         host_tree : DraftTree, optional
             What `capturable.host_tree` returned, if that has been asked already.
         """
+        asleep = self._certain is not None and self._certain.asleep
         if self._drawn is None:
+            if asleep:
+                return DraftTree.bare(tail_B2[:, 1], self.depth)
             if self._certain is None:
                 pending_B1 = tail_B2[:, 1:]
                 return DraftTree.from_topology(Topology(), pending_B1, (), torch.zeros_like(pending_B1[0]))
             return self._attached(host_tree or self._host_tree(tail_B2, uniforms_BU), uniforms_BU)
         certain = host_tree
-        if certain is None and self._certain is not None:
+        if certain is None and self._certain is not None and not asleep:
             with nullcontext() if self._certain.on_host else self._side_stream.running(tail_B2.device):
                 certain = self._host_tree(tail_B2, uniforms_BU)
-        if self._certain is not None and self._certain.suffices is not None and self._drawn.policy is not None:
+        if self._certain is not None and not asleep and self._certain.suffices is not None and self._drawn.policy is not None:
             self._drawn.policy.skip(self._certain.suffices)
         self._drafted = not self._drawn.resting
         drawn = self._drawn.build(tail_B2, uniforms_BU[:, : self._drawn.num_uniforms])
-        if certain is None or self._border is None:
-            return drawn
+        if self._border is not None:
+            self._border.nodes = drawn.tokens_BN.shape[1]
+        if certain is None:  # as deep as other rounds, so that outcomes are as wide
+            return replace(drawn, depth=self.depth, reach=self.reach) if asleep else drawn
         self._side_stream.join(tail_B2.device)
-        self._border.nodes = drawn.tokens_BN.shape[1]
         return union(drawn, self._attached(certain, uniforms_BU))
 
     def _host_tree(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:

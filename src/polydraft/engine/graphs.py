@@ -213,8 +213,11 @@ class Launcher:
         self.rounds = Counter[int]()
         """Rounds that were launched, by their rows."""
 
-    def launch(self, state: State, contexts: Sequence[Context], walk: Walk, uniforms_BU: Tensor, stats: Stats) -> Launched:
-        """Launch a round without reading any values."""
+    def launch(
+        self, state: State, contexts: Sequence[Context], walk: Walk, uniforms_BU: Tensor, stats: Stats, *, ahead: bool
+    ) -> Launched:
+        """Launch a round without reading any values; `ahead` if the outcome of the last one is not known yet."""
+        state.session.wake(ahead=ahead)
         self.rounds[len(uniforms_BU)] += 1
         depth, can = state.session.depth, state.session.capturable
         if self.graphs is None or _obstacle(state, can):
@@ -251,10 +254,11 @@ class Launcher:
         It needs nothing from the host then but random numbers, and is a replay of the same capture, with room enough,
         however many tokens the last one yields.
         """
+        state.session.wake(ahead=True)
         # Penalties depend on emitted tokens, which the host adds to what they count.
         can = state.session.capturable
         alone = self._ahead and last.replayed and not can.waits and not state.warper.params.needs_history
-        return alone and can.kind == last.kind and all(context.steady(state.session.depth + 1) for context in contexts)
+        return alone and can.kind == last.kind and all(context.steady(state.session.reach + 1) for context in contexts)
 
 
 def _with_tables(

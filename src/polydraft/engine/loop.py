@@ -248,7 +248,8 @@ class Engine:
             count = self.workspace.num_uniforms(self.walk)
             uniforms_BU = self.slots.noise.uniforms(count, self.session.own_uniforms(count))
         workspace = self.workspace
-        return workspace.launcher.launch(workspace.begun, workspace.contexts, self.walk, uniforms_BU, self.stats)
+        ahead = bool(self._launched)
+        return workspace.launcher.launch(workspace.begun, workspace.contexts, self.walk, uniforms_BU, self.stats, ahead=ahead)
 
     def _share(self) -> None:
         """Tell the drafter how many texts are at work."""
@@ -260,7 +261,7 @@ class Engine:
 
     def _runs_ahead(self, now: Launched) -> bool:
         """Whether to launch one more round: some sequence goes on after this one unless it meets an end that is no limit."""
-        most = self.session.depth + 1
+        most = self.session.reach + 1
         goes_on = any(len(sequence.tokens) + most < sequence.end for sequence in self.slots.running())
         reads = any(slot not in self.slots.free() for slot in self.slots.known)
         if not goes_on or self.waiting or reads or self._retiring:
