@@ -79,7 +79,8 @@ WAYS = (
         have="most of the answer, such as a file to be rewritten",
         options="--prediction FILE",
         takes="nothing",
-        gives="7.17× at T=0 if a tenth of its lines change, 0.99× if it is wrong (SmolLM2-135M in float32, two Arm cores); 15.0× beside a head (7B shape in bf16, H200)",
+        gives="7.17× at T=0 if a tenth of its lines change, 0.99× if it is wrong (SmolLM2-135M in float32, two Arm "
+        "cores); 15.0× beside a head (7B shape in bf16, H200)",
     ),
     TRAIN,
 )

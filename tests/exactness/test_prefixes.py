@@ -215,7 +215,7 @@ def test_whoever_comes_goes_and_shares(name: str, captured: bool, seed: int) -> 
     )
     stems = [[chance.randrange(1, 32) for _ in range(chance.choice([9, 30, 60]))] for _ in range(3)]
     texts: list[TokenSequence] = []
-    for _ in range(35):
+    for _ in range(25):
         for _ in range(chance.choice([0, 0, 1, 1, 5])):
             ended = [one for one in texts if one.done and one.new_tokens]
             stem = chance.choice(stems) if not ended or chance.random() < 0.7 else list(chance.choice(ended).tokens)

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 import polydraft
+from covering import some_slow
 from exactness.test_admission import open_engine, sequence
 from models.assistant_cases import CASES, FULL, SLIDING, TOKENS, build, chain, write
 from models.test_mtp import words
@@ -86,7 +87,7 @@ def compare(name: str, found: Drafted) -> int:
     return len(found)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_slow(CASES, ["31B", "one shape"]))
 def test_every_node_of_every_round_has_the_logits_of_transformers(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,7 +145,7 @@ def test_greedy_texts_are_plain_ones(name: str, tmp_path: Path) -> None:
     assert [one.token_ids for one in alone] == [one.token_ids for one in plain]
 
 
-@pytest.mark.parametrize("name", ["one shape", "31B"])
+@pytest.mark.parametrize("name", some_slow(["one shape", "31B"], ["one shape"]))
 def test_a_shared_beginning_costs_no_acceptance(name: str, tmp_path: Path) -> None:
     """What an assistant reads of a beginning, it reads where the target keeps it, in layers of one shape or of several."""
     target, head = loaded(name, tmp_path, 24)
