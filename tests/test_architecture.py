@@ -287,3 +287,16 @@ def test_the_front_door_is_narrow_and_true():
     assert len(set(names)) == len(names)
     for name in names:
         assert getattr(polydraft, name, None) is not None or importlib.import_module(f"polydraft.{name}")
+
+
+def test_the_page_says_how_large_the_rooms_are():
+    page = (Path(__file__).parents[1] / "docs" / "architecture.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (.+) \| (\d+\.\d) \|", page.split("## How large it is")[1], re.MULTILINE)
+    said = {names: float(thousands) for names, thousands in rows}
+    rooms = {room for names in said for room in re.findall(r"`(\w+)/`", names)}
+    assert rooms == {path.parent.name for path in SOURCE.glob("*/__init__.py")}
+    for names, thousands in said.items():
+        folders = [SOURCE / room for room in re.findall(r"`(\w+)/`", names)]
+        files = [file for folder in folders for file in folder.rglob("*.py")] or SOURCE.glob("*.py")
+        lines = sum(len(file.read_text(encoding="utf-8").splitlines()) for file in files)
+        assert lines / 1000 == pytest.approx(thousands, rel=0.1), f"{names} has {lines} lines"
