@@ -72,6 +72,21 @@ def test_whoever_holds_the_fewest_slots_is_next() -> None:
     assert order == ["third0", "second0", "first0", "second1", "first1", "first2", "first3"]
 
 
+def test_clients_take_turns_however_many_requests_they_send() -> None:
+    waiting = SlotQueue()
+    burst = [Request([sequence([1], n)], client="one") for n in range(50)]
+    late = [Request([sequence([1], n)], client="other") for n in range(3)]
+    for one in (*burst, *late):
+        waiting.add(one)
+    held = Counter(dict.fromkeys(burst[:2], 1))
+    order = []
+    for _ in range(8):
+        who, _ = waiting.next(held)
+        held[who] += 1
+        order.append(who.client)
+    assert order == ["other", "other", "one", "other", "one", "one", "one", "one"]
+
+
 class ReadingClock:
     """Stands still but for the tokens of prompts: each takes so many seconds."""
 

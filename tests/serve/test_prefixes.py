@@ -100,6 +100,22 @@ def test_nothing_is_kept_where_there_is_no_room(serving):
         ServeOptions(prefix_gb=-1)
 
 
+def test_turns_are_by_key_or_by_address(serving, tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text("first-key-1234\nsecond-key-5678\n")
+    clients = []
+    for options in ({"api_keys": tmp_path / "keys"}, {}):
+        server = serving(**options)
+        submit = server.service.scheduler.submit
+        monkeypatch.setattr(
+            server.service.scheduler, "submit", lambda one, submit=submit: (clients.append(one.client), submit(one))
+        )
+        for key in ("first-key-1234", "second-key-5678", "first-key-1234"):
+            ask(server, [1, 2], key=key)
+    first, second, third, *addresses = clients
+    assert first == third != second and "key" not in first
+    assert len(set(addresses)) == 1 and addresses[0]
+
+
 def test_a_round_that_breaks_takes_what_was_kept_with_it(serving, monkeypatch):
     server = serving()
     ask(server, [*STEM, 5])

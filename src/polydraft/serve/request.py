@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -53,6 +54,8 @@ class Request:
     last_emitted: dict[int, float] = field(default_factory=dict)
     """When each sequence got its last tokens."""
     cancelled: bool = False
+    client: str = ""
+    """Who takes turns with others: an API key's digest, or an address."""
     _events: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
 
     @property
@@ -73,10 +76,11 @@ class Request:
 
 
 class SlotQueue:
-    """Sequences that wait for slots. The next slot goes to the request that holds the fewest.
+    """Sequences that wait for slots. The next slot goes to the client that holds the fewest, to its request that does.
 
-    So a request of many sequences yields the next free slot to a request that has none, but always keeps at least one. Ties go
-    to the request that has waited longest since it arrived, or since its last turn.
+    So a client of many requests yields the next free slot to one that has none, and a request of many sequences to another
+    request, but each keeps at least one. Ties go to the request that has waited longest since it arrived, or since its last
+    turn.
     """
 
     def __init__(self) -> None:
@@ -92,7 +96,10 @@ class SlotQueue:
 
     def next(self, held: Mapping[Request, int]) -> tuple[Request, int]:
         """Take the next sequence out, given how many slots each request holds."""
-        request = min(self._waiting, key=lambda one: held.get(one, 0))
+        by_client = Counter[str]()
+        for request, slots in held.items():
+            by_client[request.client] += slots
+        request = min(self._waiting, key=lambda one: (by_client[one.client], held.get(one, 0)))
         index, *rest = self._waiting.pop(request)
         if rest:
             self._waiting[request] = rest
@@ -150,19 +157,20 @@ class Lockstep:
         self._requests |= new
         return list(new.values()), [self._requests[number] for number in gone if number in self._requests], stopping
 
-    def _unpacked(self, speculative: str, texts: list[dict[str, Any]]) -> Request:
+    def _unpacked(self, speculative: str, client: str, texts: list[dict[str, Any]]) -> Request:
         sequences = []
         for text in texts:
             generator, written = torch.Generator(), text.pop("written")
             generator.set_state(text.pop("state"))
             sequences.append(TokenSequence(generator=generator, assembler=self._decoder.assembler(*written), **text))
-        return Request(sequences, speculative)
+        return Request(sequences, speculative, client=client)
 
 
-def _packed(request: Request) -> tuple[str, list[dict[str, Any]]]:
+def _packed(request: Request) -> tuple[str, str, list[dict[str, Any]]]:
     assert not request.constrained, "grammars are refused in tensor-parallel processes"
-    return request.speculative, [
+    texts = [
         {name: getattr(one, name) for name in _CARRIED}
         | {"state": one.generator.get_state(), "written": (one.assembler.stop, one.assembler.markers)}
         for one in request.sequences
     ]
+    return request.speculative, request.client, texts

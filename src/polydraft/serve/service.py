@@ -100,13 +100,17 @@ class Service:
             raise RequestError("model_not_found", param="model", name=shown(name), served=", ".join(map(repr, self.names)))
 
     async def submit(
-        self, wanted: CompletionRequest, build: Builds = ResponseBuilder, client: str = ""
+        self, wanted: CompletionRequest, build: Builds = ResponseBuilder, key: str = "", address: str = ""
     ) -> tuple[Request, ResponseBuilder]:
-        """Queue a request, and make the builder of its answer; beginnings of texts are shared with the same client's only."""
+        """Queue a request, and make the builder of its answer.
+
+        Beginnings of texts are shared with requests of the same API key only. Without keys, addresses take turns for slots.
+        """
         self.check_model(wanted.model)
         self._check_tree(wanted.speculative)
-        space = json.dumps(["" if self.options.share_prefixes else client, wanted.cache_salt])
+        space = json.dumps(["" if self.options.share_prefixes else key, wanted.cache_salt])
         request = await asyncio.to_thread(self.prepare, wanted, asyncio.get_running_loop(), space)
+        request.client = key or address
         self.scheduler.submit(request)
         drafts = not isinstance(self.decoder.drafter, Plain)
         return request, build(wanted, request, model=self.model, token_texts=self._token_texts, drafts=drafts)

@@ -66,7 +66,8 @@ class CompletionResponse:
         timeout, begun = asyncio.timeout(self._options.request_seconds), False
         try:
             async with timeout:
-                self._request, builder = await self._service.submit(self._wanted, self._build, scope["state"]["client"])
+                key, (address, *_) = scope["state"]["client"], scope.get("client") or ("",)
+                self._request, builder = await self._service.submit(self._wanted, self._build, key, address)
                 events = _events(self._request, builder)
                 if self._wanted.stream:
                     first = await anext(events)  # a request that fails before its first token still gets a status
