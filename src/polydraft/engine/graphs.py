@@ -271,7 +271,7 @@ def _with_tables(
         depths_BN=depths_BN,
         ancestors_BNN=ancestors_BNN,
         child_table_BNK=child_table_BNK,
-        reach=None,  # later replays may reach further
+        reach=min(tree.depth, tokens_BN.shape[1] - 1),  # so far may later replays reach, with as many nodes
     )
 
 
