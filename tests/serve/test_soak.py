@@ -26,8 +26,13 @@ SCHEMAS = [
 ]
 
 
+SHARED = "".join(random.Random(1).choices("abcdef ", k=200))
+"""What many prompts begin with."""
+
+
 def random_body(chance):
-    body = {"prompt": "".join(chance.choices("abcdef ", k=chance.randrange(1, 150))), "max_tokens": chance.randrange(1, 60)}
+    prompt = SHARED[: chance.choice([0, 0, 100, 200])] + "".join(chance.choices("abcdef ", k=chance.randrange(1, 150)))
+    body = {"prompt": prompt, "max_tokens": chance.randrange(1, 60)}
     body["seed"] = chance.randrange(10**6)
     body |= {"temperature": chance.choice([0, 0.7, 1.0])}
     if chance.random() < 0.3:
@@ -103,6 +108,12 @@ def sample(checked, most):
     return checked[:: max(len(checked) // most, 1)]
 
 
+def hits(server):
+    """Return how many tokens of prompts were not read again."""
+    lines = server.service.metrics.text().decode().splitlines()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith("polydraft:prefix_cache_hits_total"))
+
+
 @pytest.mark.parametrize("count", [16, pytest.param(2000, marks=pytest.mark.slow)])
 def test_soak(serving, tiny_decoder, count):
     server = serving(slots=4, max_queue=40)
@@ -116,6 +127,7 @@ def test_soak(serving, tiny_decoder, count):
     requests = [one for one in gc.get_objects() if type(one) is Request]
     assert len(requests) < 50, "requests that are over are forgotten"
     assert len(checked) > count / 3
+    assert server.service.scheduler.prefix_bytes > 0 and hits(server) > 0
     for body, text in sample(checked, 60 if count > 100 else 15):
         assert text == expected_text(tiny_decoder, body)
     assert threading.active_count() < 50 and len(os.listdir("/proc/self/fd")) < 200
