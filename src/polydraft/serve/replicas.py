@@ -118,13 +118,7 @@ class Replica:
 
 
 class Front:
-    """Forward requests to replicas; it holds no model, so it survives the loss of any replica.
-
-    Parameters
-    ----------
-    replicas : DeploymentHandle
-    options : ServeOptions
-    """
+    """Forward requests to replicas; it holds no model, so it survives the loss of any replica."""
 
     def __init__(self, replicas: Any, options: ServeOptions) -> None:
         self._replicas, self._options = replicas.options(method_name="ask", stream=True), options
