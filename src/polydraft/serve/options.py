@@ -54,7 +54,7 @@ class ServeOptions:
     """Gigabytes for beginnings that texts share, such as system prompts and conversations; 0 keeps none  [default: an eighth of
     the free memory, at most 1; a quarter on a GPU]."""
     share_prefixes: bool = False
-    """Let requests with different API keys share beginnings; answers that come sooner tell clients what others have sent."""
+    """Let requests with different API keys share beginnings; faster answers then reveal what others have sent."""
     max_queue: int = 64
     """Most texts waiting for a slot; further requests are told to come back later."""
     max_choices: int = 16
@@ -64,7 +64,7 @@ class ServeOptions:
     chunk_tokens: int = 256
     """Most prompt tokens to read between two rounds."""
     stall_seconds: float = 0.1
-    """Time to spend on prompts between two rounds of texts that are being written; at least as long as a round takes."""
+    """Longest time to read prompts between two rounds of texts that are being written; never less than one round."""
     request_seconds: float = 600.0
     """Longest time from the arrival of a request to the end of its answer."""
     client_seconds: float = 30.0
