@@ -30,7 +30,7 @@ class ServeOptions:
     """Server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; any but the local ones needs --api-keys or --open."""
+    """Address to listen on; any but a local one needs --api-keys or --open."""
     port: int = 8000
     """Port to listen on; 0 picks a free one."""
     api_keys: Path | None = None
@@ -48,8 +48,8 @@ class ServeOptions:
     own_trees: bool = True
     """Let requests choose trees of their own, and reserve room for them."""
     slot_tokens: int | None = None
-    """Most tokens per text, including its prompt; all slots reserve memory for this many  [default: 2048 to 16384, by the
-    model and the free memory]."""
+    """Most tokens per text, including its prompt; all slots reserve memory for this many  [default: 2048 to 16384,
+    depending on the model and the free memory]."""
     prefix_gb: float | None = None
     """Gigabytes for beginnings that texts share, such as system prompts and conversations; 0 keeps none  [default: an eighth of
     the free memory, at most 1; a quarter on a GPU]."""
