@@ -58,10 +58,11 @@ def test_whatever_is_asked_for_is_done(roomy: str) -> None:
     assert polydraft.load(roomy, dtype="float32", tree="none").drafter.name == "none"
 
 
-def test_no_copy_where_memory_is_short(roomy: str, said: pytest.LogCaptureFixture) -> None:
+def test_no_copy_where_memory_is_short(roomy: str, said: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(automatic, "free_bytes", lambda device: 1000)
     place = resolve_device("cpu")
     loaded = load_model(roomy, place, resolve_dtype("float32", place))
-    options, draft = automatic_draft(LoadOptions(roomy), loaded, free=1000)
+    options, draft = automatic_draft(LoadOptions(roomy), loaded)
     assert draft is None and options.drafter == "suffix"
     assert "GB of memory that are free" in said.text
 

@@ -43,14 +43,14 @@ INT8 = Way(
     takes="less memory; it is a slightly different model",
     gives=(
         "3.7× float32 (Qwen2.5-Coder-1.5B, two Arm cores, both without a draft); n-grams of the text add 1.03× at T=0, 1.05× "
-        "at T=1, and rest where they lose"
+        "at T=1, and pause where they would lose"
     ),
 )
 TRAIN = Way(
     have="minutes on a GPU",
     command="polydraft train head --target org/my-model --out my-model-head",
-    takes="12 minutes and 0.13 GB of disk for Qwen2.5-Coder-1.5B (8M tokens, 1,100 steps, H200); it first estimates yours",
-    gives="2.53× at T=0, 2.24× at T=1 (the same model, HumanEval, H200); found by itself from then on",
+    takes="12 minutes and 0.13 GB of disk for Qwen2.5-Coder-1.5B (8M tokens, 1,100 steps, H200); it estimates yours first",
+    gives="2.53× at T=0, 2.24× at T=1 (the same model, HumanEval, H200); used automatically from then on",
 )
 LAYERS = Way(
     have="MTP layers in the checkpoint",
@@ -76,7 +76,7 @@ WAYS = (
         gives="not measured; `polydraft tune` measures your pair",
     ),
     Way(
-        have="most of the answer, such as a file to be rewritten",
+        have="most of the answer, such as a file to rewrite",
         options="--prediction FILE",
         takes="nothing",
         gives="7.17× at T=0 if a tenth of its lines change, 0.99× if it is wrong (SmolLM2-135M in float32, two Arm "

@@ -80,23 +80,14 @@ def _without_copy(target: HFModel, reason: str) -> Choice:
     return Choice(draft=NONE, drafter=NGRAMS, tree=default_tree(gpu=gpu, dtype=dtype), reason=reason)
 
 
-def automatic_draft(
-    options: LoadOptions, loaded: Loaded, free: int | None = None
-) -> tuple[LoadOptions, LanguageModel | Head | None]:
+def automatic_draft(options: LoadOptions, loaded: Loaded) -> tuple[LoadOptions, LanguageModel | Head | None]:
     """Return the options with who drafts for a target, and the draft, if that is a model; say in a line what and why.
 
-    Parameters
-    ----------
-    options : LoadOptions
-        With nothing but ``"auto"``.
-    loaded : Loaded
-        The target.
-    free : int, optional
-        Bytes of memory that are free; as the system says if not given.
+    The options given leave everything to ``"auto"``.
     """
     target = loaded.model
     size = copy_bytes(target.hf_model)
-    choice = choose(target, size, free or free_bytes(target.device))
+    choice = choose(target, size, free_bytes(target.device))
     copy: Int8Copy | None = None
     if choice.reason is None:
         try:

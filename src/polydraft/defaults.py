@@ -73,20 +73,10 @@ DEFAULTS = (
 def default_tree(
     *, gpu: bool, dtype: str, asked: Asked = Asked.NOTHING, target: str = "", shared: bool = False, copy: bool = False
 ) -> str:
-    """Return the tree that ``"auto"`` means.
+    """Return the tree that ``"auto"`` means for a target in this number format.
 
-    Parameters
-    ----------
-    gpu : bool
-    dtype : str
-        Number format of the target.
-    asked : Asked
-    target : str
-        Its name.
-    shared : bool
-        Whether several processes compute one model: they must decide alike, so nothing may depend on what one of them times.
-    copy : bool
-        Whether the draft is an int8 copy of the target.
+    `shared` if several processes compute one model: they must decide alike, so nothing may depend on what one of them times.
+    `copy` if the draft is an int8 copy of the target.
     """
     if shared and not gpu and asked != Asked.FEW_CHILDREN:
         asked = Asked.RULES

@@ -57,11 +57,11 @@ class AdapterOptions:
     """Target."""
 
     adapter: str | None = None
-    """LoRA or another adapter for the target, which PEFT has saved: a folder or hub name. It is merged into the weights.
+    """LoRA or another PEFT adapter for the target, a folder or hub name; it is merged into the weights.
 
-    Needs the package peft. The draft stays as it is. Weights that are quantised stay apart from it."""
+    Needs the package peft. The draft stays as it is. Beside quantised weights it stays separate."""
     tokenizer: Any = field(default=None, metadata=_IN_PYTHON)
-    """Of a target that is loaded already; without one, prompts are token ids."""
+    """Tokenizer of a target that is loaded already; without one, prompts are token ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class TreeOptions:
 
     See `polydraft.trees.parse_tree` and `polydraft.trees.parse_dynamic`. ``"best:64x6/4x2x1"`` is the first for one text at
     temperature 0, the second otherwise. ``"auto"`` is such a pair on a GPU. On a CPU it is a dynamic tree, or a small static
-    one if scheme, walk or lossy are given, and drafting, n-grams too, pauses while it does not pay."""
+    one if you name a scheme, a walk or a lossy rule, and all drafting pauses while it does not pay."""
     scheme: str = AUTO
     """How candidates are drawn and verified; 'polydraft info' lists the schemes.
 
@@ -134,7 +134,7 @@ class DrafterOptions:
     drafter: str = field(default=AUTO, metadata=_NGRAMS)
     """Source of candidates: auto (the draft), self-draft, ngram, lookup, suffix, corpus, or several such as lookup+model.
 
-    N-grams need no draft; ``"model"`` stands for the draft in a combination."""
+    N-grams need no draft; ``"model"`` is the draft in a combination."""
     decision: str | None = None
     """Decision model that ends drafting early: a folder, none, or one that ships with the draft: auto, hidden, distribution."""
     stop_below: float = 0.4
@@ -179,9 +179,9 @@ class CheckpointOptions:
     """Sampling."""
 
     generation_config: bool = True
-    """Follow the target's generation_config.json (penalties, bans, sampling) where a request says nothing of it.
+    """Follow the target's generation_config.json (penalties, bans, sampling) unless a request says otherwise.
 
-    The fields that are followed are ``decoder.defaults.followed``, and stand in one line of the log."""
+    ``decoder.defaults.followed`` has the fields that are followed, as does one line of the log."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,7 +199,7 @@ class GpuOptions:
     graphs: bool = True
     """On a GPU, replay whole rounds as CUDA graphs."""
     invariant: bool | None = None
-    """On a GPU, compute the same bits for a token whatever is computed beside it, so that greedy text equals plain decoding's
+    """On a GPU, compute the same bits for a token whatever else is in the pass, so that greedy text equals plain decoding's
     [default: in bfloat16, where the model can].
 
     Llama-shaped models in bfloat16 or float32 can."""

@@ -25,18 +25,10 @@ _POLL_SECONDS = 0.2
 
 @contextmanager
 def partial_beside(path: Path) -> Iterator[Path]:
-    """Make a hidden name next to a path for unfinished output; remove what is left under it.
+    """Make a hidden name next to a path, in a folder that exists, for unfinished output; remove what is left under it.
 
-    Parameters
-    ----------
-    path : Path
-        Its folder exists.
-
-    Yields
-    ------
-    Path
-        On the same file system, so that it can be renamed to `path`, and different for every writer. Nothing exists there
-        yet, so what is written gets the usual permissions of new files.
+    It is on the same file system, so that it can be renamed to `path`, and different for every writer. Nothing exists there
+    yet, so what is written gets the usual permissions of new files.
     """
     partial = path.with_name(f".{path.name[:_LONGEST_NAME]}.{uuid.uuid4().hex[:16]}")
     try:
@@ -51,19 +43,9 @@ def partial_beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def partial_folder(path: Path) -> Iterator[Path]:
-    """Make an empty folder next to a path, to be renamed to it; remove what is left of it.
+    """Make an empty folder next to a path, to be renamed to it; it is locked while the block runs, and then removed.
 
     A killed process leaves its folder behind; the next writer of the same path, or `remove_leftovers`, removes it.
-
-    Parameters
-    ----------
-    path : Path
-        Its folder exists.
-
-    Yields
-    ------
-    Path
-        Locked while the block runs.
     """
     remove_leftovers(path.parent, path.name[:_LONGEST_NAME])
     with partial_beside(path) as partial:
@@ -107,17 +89,9 @@ def _lock(folder: Path) -> tuple[int | None, bool]:
 
 @contextmanager
 def locked(folder: Path, waiting: Callable[[], None] | None) -> Iterator[bool]:
-    """Hold the lock of a folder that exists, against other processes; where folders cannot be locked, go on without.
+    """Hold the lock of a folder that exists, against other processes, and yield whether it is held: some cannot be locked.
 
-    Parameters
-    ----------
-    waiting : callable, optional
-        Called once if another process holds the lock, which is then waited for; without it nothing is waited for.
-
-    Yields
-    ------
-    bool
-        Whether the lock is held.
+    If another process holds it, `waiting` is called once and the lock is waited for; without `waiting` it is not.
     """
     lock, taken = _lock(folder)
     if taken and waiting is not None:
@@ -134,20 +108,10 @@ def locked(folder: Path, waiting: Callable[[], None] | None) -> Iterator[bool]:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Make a name to write a file under, which replaces `path` at the end of the block.
+    """Yield where to write a file that replaces `path`, in a folder that exists, at the end of the block.
 
     After an exception or a kill, `path` is what it was; only a kill leaves a hidden partial file. Of several writers the last
     to finish wins.
-
-    Parameters
-    ----------
-    path : Path
-        Its folder exists.
-
-    Yields
-    ------
-    Path
-        Where to write.
     """
     path = Path(os.path.realpath(path))  # replace what a link points to, not the link
     if path.exists() and not path.is_file():  # write to a pipe or a device, do not replace it
@@ -210,9 +174,9 @@ def check_file(file: Path) -> None:
         raise UsageError(f"cannot write {file}: it is a folder; choose another file")
 
 
-def cannot_write(folder: Path, error: OSError) -> UsageError:
-    """Return the error for a folder that cannot be written to."""
-    return UsageError(f"cannot write to {folder} ({error.strerror}); choose another --out")
+def cannot_write(out: Path, error: OSError) -> UsageError:
+    """Return the error for a folder, or a file, that cannot be written to."""
+    return UsageError(f"cannot write to {out} ({error.strerror}); choose another --out")
 
 
 def read_settings(path: Path) -> dict[str, Any]:

@@ -108,7 +108,9 @@ def origin_of(options: LoadOptions, draft: str, place: torch.device, number_form
         machine = torch.cuda.get_device_name(place) + ("" if options.graphs else ", no graphs")
     else:
         kernels = "" if options.native else ", no native kernels"
-        machine = f"{_cpu()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads{kernels}"
+        told = cpu_facts()
+        mark = digest_of(told.get("flags") or told.get("Features"))[:6]  # of its instruction sets
+        machine = f"{cpu_name()} ({mark}), {os.cpu_count()} cores, {torch.get_num_threads()} threads{kernels}"
     marks = [model_fingerprint(source_name(name)) if name != NONE else NONE for name in (options.target, draft)]
     return {
         "pair": f"{options.target} with {draft} in {str(number_format).removeprefix('torch.')}",
@@ -165,9 +167,3 @@ def tuned(
     else:
         logger.info("%s, as tuned on this machine (--profile none turns this off)", found.name)
     return found
-
-
-def _cpu() -> str:
-    """Return the name of the CPU, with a mark of its instruction sets where the system tells them."""
-    told = cpu_facts()
-    return f"{cpu_name()} ({digest_of(told.get('flags') or told.get('Features'))[:6]})"

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from polydraft.errors import FailureError, UsageError, check_ranges
-from polydraft.output import check_same, read_settings, write_text
+from polydraft.output import cannot_write, check_same, read_settings, write_text
 from polydraft.prompt_records import in_array, names_json, record_in
 
 _GZIP = b"\x1f\x8b"
@@ -203,7 +203,7 @@ class ResultFile(Results):
         try:
             self._file = path.open("ab", buffering=0)
         except OSError as error:
-            raise UsageError(f"cannot write to {path} ({error.strerror}); choose another --out") from None
+            raise cannot_write(path, error) from None
         try:
             self._lock()
             if exists:

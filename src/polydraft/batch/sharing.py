@@ -3,7 +3,7 @@
 import itertools
 import json
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -72,14 +72,9 @@ def run_by_ray(
             num_gpus=workers.worker_gpus,
         )
         try:
-            return write_all(_shares(data), results, observer)
+            return write_all((json.loads(row["results"]) for row in data.iter_rows()), results, observer)
         except RayError as error:
             reason = str(error).strip().splitlines()[-1]
             raise FailureError(
                 f"a worker failed ({reason}); finished rows are safe: fix the cause, then add --resume"
             ) from None
-
-
-def _shares(data: Any) -> Iterator[list[dict[str, Any]]]:
-    for row in data.iter_rows():
-        yield json.loads(row["results"])

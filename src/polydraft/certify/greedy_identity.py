@@ -314,15 +314,19 @@ def _reference(
         raise UsageError(f"target {decoder.target.name!r} is not a Hugging Face model; allowed: decoders that load() returns")
     encoded = [decoder.encode(prompt.content, chat=chat) for prompt in prompts]
     check_prompts(encoded, decoder.target.max_positions, decoder.target.vocab_size)
-    longest, positions = max(map(len, encoded)), decoder.target.max_positions
     if new_tokens < 1:
         raise UsageError(f"--max-new-tokens {new_tokens} is out of range; allowed: whole numbers from 1")
-    if positions is not None and longest + new_tokens > positions:  # texts cut off at the context's end would seem to differ
+    check_room(max(map(len, encoded)), new_tokens, decoder.target.max_positions)
+    return GreedyReference(decoder.target, decoder.eos_token_ids), encoded
+
+
+def check_room(longest: int, new_tokens: int, positions: int | None) -> None:
+    """Refuse texts longer than the context: we stop there, others continue, and the texts would seem to differ."""
+    if positions is not None and longest + new_tokens > positions:
         raise UsageError(
             f"--max-new-tokens {new_tokens} does not fit after the longest prompt of {longest} tokens in the model's context "
             f"of {positions}; use {max(positions - longest, 0)} at most, or shorter prompts"
         )
-    return GreedyReference(decoder.target, decoder.eos_token_ids), encoded
 
 
 def _certificate(

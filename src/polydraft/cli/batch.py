@@ -51,10 +51,11 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     try:
         run = _by_ray(choices, workers) if workers.ray else partial(run_batch, choices.decoder(batch=settings.slots))
         first = results.last = agreed(results.last)
-        with PhaseProgress() if not follows else nullcontext(_unseen) as progress:
+        with PhaseProgress() if not follows else nullcontext(lambda *_: None) as progress:
 
             def show(line: int, totals: Any) -> None:
-                progress("rows", line, source.lines, _pace(totals))
+                bad = f", {totals.bad} bad" if totals.bad else ""
+                progress("rows", line, source.lines, f"{totals.tokens_per_second:.1f} tokens/s{bad}")
 
             progress("rows", first, source.lines)
             totals = run(source, results, task, settings, show)
@@ -81,10 +82,6 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
         raise FailureError(f"{totals.bad} of {totals.rows} rows could not be used: {_bad_rows(out)}; their errors are in {out}")
 
 
-def _unseen(*_: object) -> None:
-    """Do not show progress."""
-
-
 def _by_ray(choices: Choices, workers: WorkerOptions) -> Callable[..., Any]:
     """Return a function that runs a batch on a cluster."""
     try:
@@ -93,11 +90,6 @@ def _by_ray(choices: Choices, workers: WorkerOptions) -> Callable[..., Any]:
         raise UsageError(f"{error}; install what workers need: pip install 'polydraft[ray]'") from None
     prepare(choices.threads)
     return partial(run_by_ray, choices.for_others("workers"), workers)
-
-
-def _pace(totals: Any) -> str:
-    bad = f", {totals.bad} bad" if totals.bad else ""
-    return f"{totals.tokens_per_second:.1f} tokens/s{bad}"
 
 
 def _bad_rows(out: Path) -> str:

@@ -48,7 +48,7 @@ def _decoder(raw: bool, as_json: bool, source: str, limit: int, max_new_tokens: 
 
     The target's own text comes from its Hugging Face forward pass, one token at a time. Where two texts differ, the target's
     logits decide: if they are practically equal it is a near-tie, and the comparison continues from there; anything else is a
-    counter-example. --scheme draws the drafts only if --draft-temperature is above 0. A --lossy decoder must fail.
+    counter-example. --scheme matters only if --draft-temperature is above 0. A --lossy decoder is expected to fail.
     """
     announce_start()
     from polydraft.certify.greedy_identity import certify_decoder

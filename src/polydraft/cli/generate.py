@@ -119,7 +119,7 @@ class Task:
     heading="Drafting and verification",
     type=click.Path(path_type=Path),
     default=None,
-    help="File with the text that you expect, such as the one to be rewritten; drafts are taken from it.",
+    help="File with the text that you expect, such as a file to rewrite; candidates are drafted from it.",
 )
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
 @click.option("--compare", is_flag=True, help="Also decode without drafts and with Hugging Face, and print a comparison.")

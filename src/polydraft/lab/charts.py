@@ -141,10 +141,9 @@ class _Plane:
         """Return a whole SVG file."""
         size = f'width="{self.width:.0f}" height="{self.height:.0f}" viewBox="0 0 {self.width:.0f} {self.height:.0f}"'
         font = 'font-family="DejaVu Sans, Verdana, Helvetica, sans-serif" font-size="12"'
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img">\n'
-            f"<title>{escape(label)}</title>\n" + _painted("\n".join(shapes)) + "\n</svg>\n"
-        )
+        painted = re.sub(r'class="([^"]*)"', lambda match: f"{match[0]}{_attributes(match[1])}", "\n".join(shapes))
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img">\n<title>{escape(label)}</title>\n'
+        return f"{head}{painted}\n</svg>\n"
 
 
 def curves(series: Series, columns: Sequence[str], *, across: str, up: str, base: float = 0.0) -> str:
@@ -345,12 +344,8 @@ def _legend(names: Sequence[str], kind: str) -> list[str]:
     return shapes
 
 
-def _painted(shapes: str) -> str:
-    """Add to every shape the attributes that its classes stand for."""
-    return re.sub(r'class="([^"]*)"', lambda match: f"{match[0]}{_attributes(match[1])}", shapes)
-
-
 def _attributes(classes: str) -> str:
+    """Return what a shape's classes stand for."""
     look = {key: value for name in classes.split() for key, value in _LOOKS[name].items()}
     return "".join(f' {key}="{value}"' for key, value in look.items())
 

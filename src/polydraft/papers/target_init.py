@@ -216,9 +216,9 @@ class LongestWalk(Walk):
         for step in range(draft.depth):
             if step:
                 first_B, token_B = (values_BK[:, 0] for values_BK in draft.children(node_B))
-            accepted_B = self._accepts(
-                draft, target_distribution, step, node_B, token_B, texts_BD[:, :step], uniforms_BU[:, step]
-            )
+            target_B = _at(target_distribution(node_B, texts_BD[:, :step]), token_B)
+            draft_B = torch.ones_like(target_B) if self.greedy else _at(draft.draft_distribution(step, node_B), token_B)
+            accepted_B = uniforms_BU[:, step] * draft_B < target_B
             if step == 0:
                 accepted_B = accepted_B | given_B
             going_B = going_B & accepted_B & (token_B != NO_TOKEN)
@@ -228,20 +228,6 @@ class LongestWalk(Walk):
             node_B = torch.where(going_B, first_B, node_B)
             nodes_BD[:, step + 1], texts_BD[:, step] = node_B, torch.where(going_B, token_B, NO_TOKEN)
         return nodes_BD, texts_BD, length_B
-
-    def _accepts(
-        self,
-        draft: DraftTree,
-        target_distribution: TargetDistribution,
-        step: int,
-        node_B: Tensor,
-        token_B: Tensor,
-        path_BP: Tensor,
-        uniform_B: Tensor,
-    ) -> Tensor:
-        target_B = _at(target_distribution(node_B, path_BP), token_B)
-        draft_B = torch.ones_like(target_B) if self.greedy else _at(draft.draft_distribution(step, node_B), token_B)
-        return uniform_B * draft_B < target_B
 
     def _verdict(
         self,

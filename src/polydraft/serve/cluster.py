@@ -11,16 +11,7 @@ from polydraft.errors import FailureError
 
 @contextmanager
 def cluster_with_room(kind: str, count: int, *, cpus: float, gpus: float) -> Iterator[None]:
-    """Join or start a cluster that has room for some processes; leave it at the end.
-
-    Parameters
-    ----------
-    kind : str
-        What options call the processes, in the singular.
-    count : int
-    cpus, gpus : float
-        Of each.
-    """
+    """Join or start a cluster that has room for `count` processes, which options call `kind`; leave it at the end."""
     started = not ray.is_initialized()
     if started:
         ray.init(log_to_driver=True, logging_level=logging.WARNING, include_dashboard=False)

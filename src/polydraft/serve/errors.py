@@ -21,7 +21,7 @@ _ERRORS = {
     "too_many_bytes": (429, "too many large requests at the same time; try again later"),
     "wrong_content_type": (415, "content type {kind}; allowed: application/json"),
     "not_found": (404, "no path {path}; see {paths}"),
-    "not_served": (404, "{path} is not served here: this server generates text, and keeps nothing; it has {paths}"),
+    "not_served": (404, "{path} is not served here: this server generates text and stores nothing; its paths: {paths}"),
     "method_not_allowed": (405, "{method} is not allowed for {path}; see {paths}"),
     # The body: `app`.
     "request_too_slow": (408, "the request took too long to arrive; send it faster"),
@@ -83,11 +83,6 @@ class RequestError(PolydraftError):
         for name, other in names.items():
             self.args, self.reason = (str(self).replace(name, other),), self.reason.replace(name, other)
         self.param = names.get(self.param or "", self.param)
-
-    @property
-    def may_retry(self) -> bool:
-        """Whether the same request may succeed later."""
-        return self.status in (429, 503)
 
 
 def invalid_value(name: str, value: object, allowed: str) -> RequestError:

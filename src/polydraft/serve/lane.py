@@ -96,13 +96,7 @@ class Lane:
         return bool(self.waiting or self.running)
 
     def step(self, awaited: bool = False) -> list[tuple[Request, Progress]]:
-        """Admit waiting sequences to free slots, and run one round.
-
-        Parameters
-        ----------
-        awaited : bool
-            Whether sequences of another lane wait for this round.
-        """
+        """Admit waiting sequences to free slots, and run one round, which may be `awaited` by sequences of another lane."""
         engine = self._opened()
         held = Counter(request for request, _ in self.running.values())
         while self.waiting and engine.free_slots:

@@ -29,14 +29,7 @@ _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class AdmissionMiddleware:
-    """Check every request before it reaches the application, and log how it went.
-
-    Parameters
-    ----------
-    app : ASGI application
-    options : ServeOptions
-    metrics : Metrics
-    """
+    """Check every request before it reaches the application, and log how it went."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
         self._app, self._options, self._metrics = app, options, metrics

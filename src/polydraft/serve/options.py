@@ -30,7 +30,7 @@ class ServeOptions:
     """Server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; any but the local ones needs --api-keys or --open."""
+    """Address to listen on; any but a local one needs --api-keys or --open."""
     port: int = 8000
     """Port to listen on; 0 picks a free one."""
     api_keys: Path | None = None
@@ -48,13 +48,13 @@ class ServeOptions:
     own_trees: bool = True
     """Let requests choose trees of their own, and reserve room for them."""
     slot_tokens: int | None = None
-    """Most tokens per text, including its prompt; all slots reserve memory for this many  [default: 2048 to 16384, by the
-    model and the free memory]."""
+    """Most tokens per text, including its prompt; all slots reserve memory for this many  [default: 2048 to 16384,
+    depending on the model and the free memory]."""
     prefix_gb: float | None = None
     """Gigabytes for beginnings that texts share, such as system prompts and conversations; 0 keeps none  [default: an eighth of
     the free memory, at most 1; a quarter on a GPU]."""
     share_prefixes: bool = False
-    """Let requests with different API keys share beginnings; answers that come sooner tell clients what others have sent."""
+    """Let requests with different API keys share beginnings; faster answers then reveal what others have sent."""
     max_queue: int = 64
     """Most texts waiting for a slot; further requests are told to come back later."""
     max_choices: int = 16
@@ -64,7 +64,7 @@ class ServeOptions:
     chunk_tokens: int = 256
     """Most prompt tokens to read between two rounds."""
     stall_seconds: float = 0.1
-    """Time to spend on prompts between two rounds of texts that are being written; at least as long as a round takes."""
+    """Longest time to read prompts between two rounds of texts that are being written; never less than one round."""
     request_seconds: float = 600.0
     """Longest time from the arrival of a request to the end of its answer."""
     client_seconds: float = 30.0

@@ -118,13 +118,7 @@ class Replica:
 
 
 class Front:
-    """Forward requests to replicas; it holds no model, so it survives the loss of any replica.
-
-    Parameters
-    ----------
-    replicas : DeploymentHandle
-    options : ServeOptions
-    """
+    """Forward requests to replicas; it holds no model, so it survives the loss of any replica."""
 
     def __init__(self, replicas: Any, options: ServeOptions) -> None:
         self._replicas, self._options = replicas.options(method_name="ask", stream=True), options
@@ -230,13 +224,13 @@ def _conversation(body: bytes) -> str:
         messages = content.get("messages")
         if isinstance(messages, list):
             first = next((number for number, one in enumerate(messages) if one.get("role") == "user"), len(messages))
-            return _short(messages[: first + 1])
-        return _short(content.get("prompt"))
+            return _digest(messages[: first + 1])
+        return _digest(content.get("prompt"))
     except (ValueError, AttributeError, RecursionError):
         return ""
 
 
-def _short(value: Any) -> str:
+def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 

@@ -97,17 +97,6 @@ class ResponseBuilder:
 
     def events(self, progress: Progress) -> list[dict[str, Any]]:
         """Return the events of a stream that tell of what a round brought."""
-        return [self._progress_chunk(progress)]
-
-    def closing(self) -> list[dict[str, Any]]:
-        """Return the events that end a stream."""
-        return [{**self._chunk_head, "choices": [], "usage": self.usage}] if self._wanted.include_usage else []
-
-    def failure(self, error: BaseException) -> dict[str, Any]:
-        """Return the event that ends a stream that failed."""
-        return error_object(error)
-
-    def _progress_chunk(self, progress: Progress) -> dict[str, Any]:
         emitted = progress.emitted
         text, logprobs = self._tell(progress.index, "".join(emitted.pieces), emitted.token_ids, emitted.logprobs)
         choice: dict[str, Any] = {"index": progress.index}
@@ -122,7 +111,15 @@ class ResponseBuilder:
                 "accepted": emitted.accepted,
                 "tree": [[parent, None if token < 0 else self._token_texts(token)[0]] for parent, token in emitted.tree],
             }
-        return self._chunk(choice | (self._end(progress.index) if emitted.stop_reason is not None else {"finish_reason": None}))
+        return [self._chunk(choice | (self._end(progress.index) if emitted.stop_reason is not None else {}))]
+
+    def closing(self) -> list[dict[str, Any]]:
+        """Return the events that end a stream."""
+        return [{**self._chunk_head, "choices": [], "usage": self.usage}] if self._wanted.include_usage else []
+
+    def failure(self, error: BaseException) -> dict[str, Any]:
+        """Return the event that ends a stream that failed."""
+        return error_object(error)
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
         usage = {"usage": None} if self._wanted.include_usage else {}

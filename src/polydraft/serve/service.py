@@ -41,13 +41,7 @@ Builds = Callable[..., ResponseBuilder]
 
 
 class Service:
-    """A decoder, a scheduler and tokenizers behind one model name.
-
-    Parameters
-    ----------
-    decoder : Decoder
-    options : ServeOptions
-    """
+    """A decoder, a scheduler and tokenizers behind one model name."""
 
     def __init__(self, decoder: Decoder, options: ServeOptions) -> None:
         if decoder.tokenizer is None:

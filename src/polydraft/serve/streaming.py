@@ -24,15 +24,7 @@ class ClientGoneError(Exception):
 
 
 class CompletionResponse:
-    """The response to one request; an ASGI application, like Starlette's own responses.
-
-    Parameters
-    ----------
-    service : Service
-    wanted : CompletionRequest
-    build : callable
-        Makes the builder of the answer.
-    """
+    """The response to one request; an ASGI application, like Starlette's own responses."""
 
     def __init__(self, service: Service, wanted: CompletionRequest, build: Builds = ResponseBuilder) -> None:
         self._service, self._options, self._wanted, self._build = service, service.options, wanted, build
@@ -96,7 +88,7 @@ class CompletionResponse:
                 await send_error(error, send, self._headers(error))
 
     def _headers(self, error: BaseException) -> tuple[tuple[bytes, bytes], ...]:
-        if isinstance(error, RequestError) and error.may_retry:
+        if isinstance(error, RequestError) and error.status in (429, 503):  # the same request may succeed later
             return ((b"retry-after", str(self._service.scheduler.retry_after()).encode()),)
         return ()
 

@@ -8,12 +8,7 @@ from polydraft.models.spelling import falls_back, is_byte_level, is_single_byte,
 
 
 class TokenTexts:
-    """Texts and bytes of single tokens.
-
-    Parameters
-    ----------
-    tokenizer : Hugging Face tokenizer
-    """
+    """Texts and bytes of single tokens of a Hugging Face tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

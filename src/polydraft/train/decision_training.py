@@ -17,7 +17,7 @@ from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import Head, LanguageModel
 from polydraft.models.loading import Loaded
-from polydraft.output import check_empty
+from polydraft.output import cannot_write, check_empty
 from polydraft.papers.decision import DecisionKind, DecisionModel, DecisionShape, distribution_inputs, save_decision
 from polydraft.prompts import load_prompts
 from polydraft.sampling import RowParams, SamplingParams
@@ -78,10 +78,9 @@ class _Tracing(TreeDrafter):
 
     def builder(self, params: RowParams, target: LanguageModel) -> Builder:
         """Build chains as usual, and record them."""
-        temperature, topology = params.rows[0].temperature, self.topology
-        assert isinstance(topology, Topology)
+        assert isinstance(self.topology, Topology)
         source = self.source(len(params))
-        return _TracingBuilder(source, topology, params, target, self.scheme, self._recorder, temperature, self._traces)
+        return _TracingBuilder(source, self.topology, params, target, self.scheme, self._recorder, self._traces)
 
 
 class _TracingBuilder(StoppingBuilder):
@@ -97,11 +96,11 @@ class _TracingBuilder(StoppingBuilder):
         target: LanguageModel,
         scheme: str | Scheme,
         recorder: _Recorder,
-        temperature: float,
         traces: list[Traces],
     ) -> None:
         super().__init__(source, topology, params, target.vocab_size, scheme=scheme, decision=recorder)
-        self._target, self._recorder, self._temperature, self._traces = target, recorder, temperature, traces
+        self._target, self._recorder, self._traces = target, recorder, traces
+        self._temperature = params.rows[0].temperature
         self._built: DraftTree | None = None
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
@@ -182,7 +181,7 @@ def train_decision(
         check_empty(out)
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot write to {out} ({error.strerror}); choose another --out") from None
+        raise cannot_write(out, error) from None
     encoder = Decoder(target.model, tokenizer=target.tokenizer)
     prompts = [encoder.encode(prompt.content, chat=True) for prompt in load_prompts(settings.prompts, settings.limit)]
     longest = target.model.max_positions

@@ -19,7 +19,7 @@ from polydraft.models import FeatureHead
 from polydraft.models.heads.known import remember_draft
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import Loaded
-from polydraft.output import check_empty, check_folder, keep_settings, partial_folder
+from polydraft.output import cannot_write, check_empty, check_folder, keep_settings, partial_folder
 from polydraft.sampling import PartialVocabulary
 from polydraft.train.corpus import Corpus, make_corpus
 from polydraft.train.head_pupil import HeadPupil
@@ -97,7 +97,7 @@ def _open_folder(settings: TrainSettings, out: Path, resume: bool) -> Path:
         work.mkdir(parents=True, exist_ok=True)
         keep_settings(work / "settings.json", settings.as_dict(), out, resume=resume, free=_FREE)
     except OSError as error:
-        raise UsageError(f"cannot write to {out} ({error.strerror}); choose another --out") from None
+        raise cannot_write(out, error) from None
     return work
 
 

@@ -18,7 +18,7 @@ import pytest
 from polydraft.cli.main import cli
 from polydraft.draft import LOSSY_DRAFTERS
 from polydraft.lab.papers import PAPERS, DistributionRun, Results
-from polydraft.lab.papers.pages import filled, keep, measured, read_kept, write_kept
+from polydraft.lab.papers.pages import keep, measured, read_kept, write_kept
 from polydraft.papers.target_init import TargetInit
 
 ROOT = Path(__file__).parents[3]
@@ -163,11 +163,12 @@ def test_commands_of_the_overview_parse() -> None:
 
 def test_a_page_needs_exactly_its_marks() -> None:
     assert (
-        filled("a\n<!-- one -->\nold\n<!-- end -->\nb\n", {"one": ["new", "x"]}) == "a\n<!-- one -->\nnew\nx\n<!-- end -->\nb\n"
+        SCRIPT["filled"]("a\n<!-- one -->\nold\n<!-- end -->\nb\n", {"one": ["new", "x"]})
+        == "a\n<!-- one -->\nnew\nx\n<!-- end -->\nb\n"
     )
     for sections in ({}, {"one": ["x"], "two": ["y"]}):
         with pytest.raises(ValueError, match="marks of the page"):
-            filled("<!-- one -->\n<!-- end -->\n", sections)
+            SCRIPT["filled"]("<!-- one -->\n<!-- end -->\n", sections)
 
 
 def test_figures_are_kept_without_what_nobody_reads(tmp_path: Path) -> None:

@@ -1,5 +1,9 @@
 """Pairs of distributions that the tests of this folder share."""
 
+import itertools
+import math
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -24,3 +28,22 @@ def language_like(rows: int, vocabulary: int, seed: int = 0) -> tuple[Tensor, Te
     noise_XRV = 0.7 * torch.randn(2, rows, vocabulary, generator=generator)
     target_RV, draft_RV = (common_RV + noise_XRV).double().softmax(-1)
     return target_RV, draft_RV
+
+
+def product_distribution(*drafts: Sequence[float]) -> dict[tuple[int, ...], float]:
+    """One independent draft from each distribution; the same distribution n times is drawing with replacement."""
+    tokens = itertools.product(*([token for token, chance in enumerate(distribution) if chance > 0] for distribution in drafts))
+    return {
+        tuples: math.prod(distribution[token] for distribution, token in zip(drafts, tuples, strict=True)) for tuples in tokens
+    }
+
+
+def hybrid_distribution(draft: Sequence[float], count: int, fixed: int) -> dict[tuple[int, ...], float]:
+    """Return the `fixed` likeliest tokens, then independent drafts from the others; n − 1 fixed ones are the greedy scheme."""
+    ranked = sorted((token for token, chance in enumerate(draft) if chance > 0), key=lambda token: -draft[token])
+    top, rest = tuple(ranked[:fixed]), ranked[fixed:]
+    total = math.fsum(draft[token] for token in rest)
+    if not rest:
+        return {top: 1.0}
+    others = [draft[token] / total if token in rest else 0.0 for token in range(len(draft))]
+    return {top + drafts: chance for drafts, chance in product_distribution(*[others] * (count - fixed)).items()}

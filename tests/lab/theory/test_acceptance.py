@@ -10,10 +10,9 @@ from covering import all_slow, covering
 from exactness.checks import enumerated_acceptance, largest_count
 from polydraft.errors import UsageError
 from polydraft.lab.theory import acceptance, naive_acceptance, with_replacement_optimum, without_replacement_optimum
-from polydraft.lab.theory.lp import product_distribution
 from polydraft.verify import SCHEMES, Scheme
 
-from .cases import language_like, tiny
+from .cases import language_like, product_distribution, tiny
 
 SAMPLES = 1000
 CHEAP = {"rrs-wor": 20_000}

@@ -22,11 +22,11 @@ from polydraft.lab.theory import (
     with_replacement_optimum,
     without_replacement_optimum,
 )
-from polydraft.lab.theory.lp import hybrid_distribution, product_distribution, without_replacement_distribution
+from polydraft.lab.theory.lp import without_replacement_distribution
 from polydraft.lab.theory.without_replacement import escape_chances, inclusion
 from polydraft.verify import SCHEMES
 
-from .cases import SHAPES, language_like, tiny
+from .cases import SHAPES, hybrid_distribution, language_like, product_distribution, tiny
 
 TOLERANCE = 1e-9
 """Of the linear program; the formulas are good to rounding, the integral to 1e-10."""

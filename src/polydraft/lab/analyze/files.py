@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
 
-from polydraft.errors import UsageError
 from polydraft.lab.analyze.comparison import Row
 from polydraft.lab.charts import Curve, Point, line_chart
 from polydraft.lab.estimate import Estimate
-from polydraft.output import write_text
+from polydraft.output import cannot_write, write_text
 
 _REMEDY = "free some space or choose another --out, and run again"
 
@@ -42,7 +41,7 @@ def write_files(rows: Sequence[Row], out: Path, sweep: Sweep | None, *, paper_bo
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"cannot write to {out} ({error.strerror}); choose another --out") from None
+        raise cannot_write(out, error) from None
     for file, content in contents.items():
         write_text(out / file, content, remedy=_REMEDY)
     return [out / file for file in contents]

@@ -70,7 +70,7 @@ class BenchOptions(PairOptions, PlaceOptions, CpuOptions):
     seed: int = 0
     """Seed of the first repeat; each later one adds 1."""
     energy_seconds: float = 0.0
-    """Also read the energy of every method, three times over this many seconds or all prompts  [default: do not]."""
+    """Also read every method's energy, three times, each over this many seconds and all prompts  [default: off]."""
     raw: bool = False
     """Use prompts as they are, without the chat template."""
     threads: int | None = None

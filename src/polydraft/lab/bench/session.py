@@ -14,10 +14,9 @@ import torch
 
 import polydraft
 from polydraft.beam import text_log_probs
-from polydraft.certify.greedy_identity import Likeness, likeness_of
+from polydraft.certify.greedy_identity import Likeness, check_room, likeness_of
 from polydraft.defaults import default_draft
 from polydraft.engine import Decoder
-from polydraft.errors import UsageError
 from polydraft.lab.bench import BASELINE, SCHEMA
 from polydraft.lab.bench._results import summarise, write_results
 from polydraft.lab.bench._runner import EnergyBlock, Journal, Measurement, Runner
@@ -73,7 +72,7 @@ class BenchSession:
         encoded = [(prompt, encoder.encode(prompt.content, chat=not options.raw)) for prompt in prompts]
         check_prompts([ids for _, ids in encoded], self.loaded.model.max_positions, self.loaded.model.vocab_size)
         longest = max(len(ids) for _, ids in encoded)
-        _check_room(longest, options.max_new_tokens, self.loaded.model.max_positions)
+        check_room(longest, options.max_new_tokens, self.loaded.model.max_positions)
         self.prompts: list[tuple[Prompt, list[int]]] = encoded
         self.bench = Bench(
             target=self.loaded,
@@ -210,15 +209,6 @@ class BenchSession:
             {"text": self.loaded.tokenizer.decode([token]), "source": source, "pass": number}
             for token, source, number in zip(one.token_ids, one.sources, passes, strict=True)
         ]
-
-
-def _check_room(longest: int, new: int, positions: int | None) -> None:
-    """Refuse texts longer than the context: we stop there, peers continue, and the texts would differ."""
-    if positions is not None and longest + new > positions:
-        raise UsageError(
-            f"max_new_tokens={new} does not fit after the longest prompt of {longest} tokens in the model's context of "
-            f"{positions}; use {positions - longest} at most, or shorter prompts"
-        )
 
 
 def is_exact_match(text: str, answers: Sequence[str]) -> bool:

@@ -52,8 +52,8 @@ _BEHIND = (
     "--runs",
     default="all",
     show_default=True,
-    help="Which runs of --reproduce: all, counted, timed, or names, separated by commas. Counted ones may share a machine and, "
-    "each in a process of its own, --out. With --methods, only these methods of theirs.",
+    help="Which runs of --reproduce: all, counted, timed, or names, separated by commas. Counted runs may share a machine "
+    "and, if each has its own process, --out. With --methods, only these methods are measured.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for results.json and report.html; required.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run in --out.")

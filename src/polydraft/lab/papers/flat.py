@@ -43,8 +43,6 @@ class FlatContext(Context):
         super().__init__(model, self._committed.cache, batch_size, capacity, model.device, model.max_positions)
         self._model = model
         self._candidates: HFContext | None = None
-        self.peak_bytes = 0
-        """Most bytes of keys and values held at once."""
 
     def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
         """Score a tree path by path, or a plain sequence as it is."""
@@ -60,7 +58,6 @@ class FlatContext(Context):
         tokens_RD = tokens_BT[:, self._model.paths_PD].flatten(0, 1)
         features_RDF = candidates.extend(tokens_RD, causal_block(len(tokens_RD), width, self.device))
         self._candidates = candidates
-        self.peak_bytes = max(self.peak_bytes, self._committed.cache.nbytes + candidates.cache.nbytes)
         features_BPDF = features_RDF.view(self.batch_size, copies, width, -1)
         copy_N, depth_N = self._model.place_of_N2.T
         return features_BPDF[:, copy_N, depth_N]

@@ -1,6 +1,7 @@
 """*Improving Multi-candidate Speculative Decoding*: Tables 1 and 2, Figures 3 to 6, eq. 1."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from polydraft.lab.charts import Chart, curves, grouped_columns
 from polydraft.lab.estimate import Estimate
@@ -22,12 +23,8 @@ def _lossy(width: int, decision: str = "") -> str:
     return f"target-init:{width}x{_DEPTH}{decision}"
 
 
-def _with_hidden(width: int) -> str:
-    return _lossy(width, ",decision=hidden")
-
-
-def _with_distribution(width: int) -> str:
-    return _lossy(width, ",decision=distribution")
+_with_hidden = partial(_lossy, decision=",decision=hidden")
+_with_distribution = partial(_lossy, decision=",decision=distribution")
 
 
 def _fork(width: int) -> str:

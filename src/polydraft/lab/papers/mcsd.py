@@ -1,13 +1,11 @@
 """*Multi-Candidate Speculative Decoding*: Tables 2 and 4, Figures 3 to 5; `mcsd_pairs` has Tables 1, 3 and 5 to 7."""
 
 from polydraft.lab.charts import Chart, curves, grouped_columns
-from polydraft.lab.papers.mcsd_pairs import CHAIN, RUNS, TREE, pair_claims, pairs_table
+from polydraft.lab.papers.mcsd_pairs import CHAIN, RUNS, SETS, TEMPERATURES, TREE, pair_claims, pairs_table
 from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, run_name, text_of
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)
-_SETS = {"alpaca": "Alpaca", "wmt_ende": "WMT"}
-_TEMPERATURES = (0.0, 1.0)
-_COUNTED_RUNS = tuple(run_name(prompts, temperature) for prompts in _SETS for temperature in _TEMPERATURES)
+_COUNTED_RUNS = tuple(run_name(prompts, temperature) for prompts in SETS for temperature in TEMPERATURES)
 
 
 def _tree(shape: object, scheme: str = "rrs-wor") -> str:
@@ -48,8 +46,8 @@ def _acceptance_by_width(results: Results) -> Comparison:
         (name, temperature): [
             results.figure(run_name(prompts, temperature), _tree(width), "acceptance_rate") for width in _WIDTHS
         ]
-        for prompts, name in _SETS.items()
-        for temperature in _TEMPERATURES
+        for prompts, name in SETS.items()
+        for temperature in TEMPERATURES
     }
     rows = [[name, f"{temperature:g}", *map(text_of, values)] for (name, temperature), values in cells.items()]
     series = {f"{name} T={temperature:g}": values for (name, temperature), values in cells.items()}
@@ -88,12 +86,12 @@ def _best(results: Results, temperature: float, methods: tuple[str, ...], least:
 
 def _speed(results: Results) -> Comparison:
     rows, said = [], []
-    for temperature in _TEMPERATURES:
+    for temperature in TEMPERATURES:
         best = [_best(results, temperature, methods, least=2) for methods in (_CHAINS, _SEARCHED)]
         if None not in (best[0][1], best[1][1]):
             said.append(f"at T={temperature:g} {' and '.join(f'`{name}` ({text_of(value)}×)' for name, value in best)}")
         for name in ("ar", *_CHAINS, *_SEARCHED):
-            efficiency = [results.text(run_name(prompts, temperature), name, "tokens_per_pass") for prompts in _SETS]
+            efficiency = [results.text(run_name(prompts, temperature), name, "tokens_per_pass") for prompts in SETS]
             speed = results.text(f"speed-t{temperature:g}", name, "speedup", "×")
             speed = f"**{speed}**" if name in (best[0][0], best[1][0]) else speed
             rows.append([f"`{name}`", f"{temperature:g}", *(efficiency if name != "ar" else ["1", "1"]), speed])
@@ -122,7 +120,7 @@ def _speed(results: Results) -> Comparison:
 
 def _budgets(results: Results) -> Comparison:
     rows = []
-    for temperature in _TEMPERATURES:
+    for temperature in TEMPERATURES:
         run, timed = run_name("alpaca", temperature), f"speed-t{temperature:g}"
         for budget, shapes in _BUDGETS.items():
             for shape in shapes:
@@ -152,7 +150,7 @@ def _figure_4(results: Results) -> Chart:
             for shapes in _BUDGETS.values()
             for shape in shapes
         ]
-        for temperature in _TEMPERATURES
+        for temperature in TEMPERATURES
     }
     groups = {f"K = {budget}": shapes for budget, shapes in _BUDGETS.items()}
     # A pass without any draft yields one token, so columns stand on 1.
@@ -201,14 +199,14 @@ def _orderings(results: Results) -> list[list[str]]:
         return of(run_name(prompts, temperature), _tree(width), "acceptance_rate")
 
     rows = []
-    for temperature in _TEMPERATURES:
+    for temperature in TEMPERATURES:
         widths = [(f"k={width}", alpha("alpaca", temperature, width)) for width in (32, 8, 2, 1)]
         rows.append(ordering(f"α grows with k (Alpaca, T={temperature:g})", *widths))
-    sampling = [(f"T={temperature:g}", alpha("alpaca", temperature, 1)) for temperature in _TEMPERATURES]
+    sampling = [(f"T={temperature:g}", alpha("alpaca", temperature, 1)) for temperature in TEMPERATURES]
     rows.append(ordering("α is lower with sampling than with argmax (Alpaca, k=1)", *sampling))
-    sets = [(name, alpha(prompts, 0.0, 1)) for prompts, name in _SETS.items()]
+    sets = [(name, alpha(prompts, 0.0, 1)) for prompts, name in SETS.items()]
     rows.append(ordering("α is lower on WMT than on Alpaca (T=0, k=1)", *sets))
-    for temperature in _TEMPERATURES:
+    for temperature in TEMPERATURES:
         run = run_name("alpaca", temperature)
         tau = [("MCSD", of(run, TREE)), ("SD", of(run, CHAIN))]
         rows.append(ordering(f"τ of MCSD above that of SD, γ = 5 (T={temperature:g})", *tau))
@@ -234,8 +232,8 @@ def _orderings(results: Results) -> list[list[str]]:
 MCSD = Paper(
     title="Multi-Candidate Speculative Decoding",
     runs=(
-        *Run.of_acceptance("alpaca", _TEMPERATURES, _COUNTED + _ONLY_ALPACA),
-        *Run.of_acceptance("wmt_ende", _TEMPERATURES, _COUNTED),
+        *Run.of_acceptance("alpaca", TEMPERATURES, _COUNTED + _ONLY_ALPACA),
+        *Run.of_acceptance("wmt_ende", TEMPERATURES, _COUNTED),
         Run.of_speed(0.0, _TIMED),
         Run.of_speed(1.0, (*_TIMED, *list(_ABLATION.values())[1:], *_UNCAPTURED.values())),
         *RUNS,

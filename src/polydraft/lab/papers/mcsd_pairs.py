@@ -20,7 +20,7 @@ QWEN_DRAFTS = {"30m": (3, 192), "120m": (4, 640)}
 STORIES, STORIES_TUNED = f"{FOLDER}/stories15M", f"{FOLDER}/stories15M-tuned"
 ONE, FOUR = (f"mcsd:{width},scheme=rrs-wor,walk=node" for width in (1, 4))
 CHAIN, TREE = "sd:5,scheme=speculative,walk=node", "mcsd:4x2x2x1x1,scheme=rrs-wor,walk=node"
-_SETS, _TEMPERATURES = {"alpaca": "Alpaca", "wmt_ende": "WMT"}, (0.0, 1.0)
+SETS, TEMPERATURES = {"alpaca": "Alpaca", "wmt_ende": "WMT"}, (0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ class Pair:
         needs = () if self.target is None else (self.target, self.draft)
         more: dict[str, Any] = {"settings": settings, "needs": needs}
         counted = [
-            run for prompts in _SETS for run in Run.of_acceptance(prompts, _TEMPERATURES, (ONE, FOUR, CHAIN, TREE), **more)
+            run for prompts in SETS for run in Run.of_acceptance(prompts, TEMPERATURES, (ONE, FOUR, CHAIN, TREE), **more)
         ]
-        speeds = _TEMPERATURES if self.target is not None else ()
+        speeds = TEMPERATURES if self.target is not None else ()
         timed = [Run.of_speed(temperature, ("ar", CHAIN, TREE), **more) for temperature in speeds]
         return tuple(replace(run, name=f"{self.name}-{run.name}") for run in (*counted, *timed))
 
@@ -76,8 +76,8 @@ def pairs_table(results: Results) -> Comparison:
     """Return acceptance and speed of all pairs."""
     rows = []
     for pair in PAIRS:
-        for temperature in _TEMPERATURES:
-            alphas = [_widths(results, pair.run(prompts, temperature)) for prompts in _SETS]
+        for temperature in TEMPERATURES:
+            alphas = [_widths(results, pair.run(prompts, temperature)) for prompts in SETS]
             tau = [results.text(pair.run("alpaca", temperature), method, "tokens_per_pass") for method in (CHAIN, TREE)]
             speed = [results.text(pair.run("speed", temperature), method, "speedup", "×") for method in (CHAIN, TREE)]
             rows.append([pair.about, f"{temperature:g}", *alphas, *tau, *speed])

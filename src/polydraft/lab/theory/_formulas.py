@@ -34,13 +34,6 @@ def chunk_size(device: torch.device) -> int:
     return 2**18 if is_host(device) else 2**24
 
 
-def check_count(count: int, most: int | None = None) -> None:
-    """Refuse a number of drafts that is not a whole number from 1 up to `most`."""
-    if isinstance(count, bool) or not isinstance(count, int) or count < 1 or (most is not None and count > most):
-        allowed = "whole numbers from 1" + ("" if most is None else f" to {most}")
-        raise UsageError(f"count is {count!r}; allowed: {allowed}; it is the number of drafts per node")
-
-
 def check_distributions(**distributions_RV: Tensor) -> None:
     """Refuse tensors that are not distributions over one vocabulary, row by row; messages use the arguments' names.
 
@@ -75,9 +68,11 @@ def check_distributions(**distributions_RV: Tensor) -> None:
 
 
 def check_pair(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int, most: int | None = None) -> None:
-    """Refuse anything but probabilities of target and draft, and a number of drafts."""
+    """Refuse anything but probabilities of target and draft, and a number of drafts from 1 up to `most`."""
     check_distributions(target_probs_RV=target_probs_RV, draft_probs_RV=draft_probs_RV)
-    check_count(count, most)
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1 or (most is not None and count > most):
+        allowed = "whole numbers from 1" + ("" if most is None else f" to {most}")
+        raise UsageError(f"count is {count!r}; allowed: {allowed}; it is the number of drafts per node")
 
 
 def by_rows(formula: Formula, target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> Tensor:

@@ -8,7 +8,6 @@ References
 .. [1] Hu et al., Towards Optimal Multi-Draft Speculative Decoding.
 """
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -121,14 +120,6 @@ def product_optimum(target_probs_RV: Tensor, draft_probs: Sequence[Tensor]) -> T
     return torch.stack(best).clamp(max=1)
 
 
-def product_distribution(*drafts: Sequence[float]) -> dict[tuple[int, ...], float]:
-    """One independent draft from each distribution; the same distribution n times is drawing with replacement."""
-    tokens = itertools.product(*([token for token, chance in enumerate(distribution) if chance > 0] for distribution in drafts))
-    return {
-        tuples: math.prod(distribution[token] for distribution, token in zip(drafts, tuples, strict=True)) for tuples in tokens
-    }
-
-
 def without_replacement_distribution(draft: Sequence[float], count: int) -> dict[tuple[int, ...], float]:
     """`count` drafts one after the other, each from the distribution without the earlier ones (eq. 6 of [1])."""
     table: dict[tuple[int, ...], float] = {(): 1.0}
@@ -140,17 +131,6 @@ def without_replacement_distribution(draft: Sequence[float], count: int) -> dict
             longer.update({(*drafts, token): chance * weight / total for token, weight in left.items()})
         table = longer
     return table
-
-
-def hybrid_distribution(draft: Sequence[float], count: int, fixed: int) -> dict[tuple[int, ...], float]:
-    """Return the `fixed` likeliest tokens, then independent drafts from the others; n − 1 fixed ones are the greedy scheme."""
-    ranked = sorted((token for token, chance in enumerate(draft) if chance > 0), key=lambda token: -draft[token])
-    top, rest = tuple(ranked[:fixed]), ranked[fixed:]
-    total = math.fsum(draft[token] for token in rest)
-    if not rest:
-        return {top: 1.0}
-    others = [draft[token] / total if token in rest else 0.0 for token in range(len(draft))]
-    return {top + drafts: chance for drafts, chance in product_distribution(*[others] * (count - fixed)).items()}
 
 
 def _check_table(name: str, values: list[float]) -> None:

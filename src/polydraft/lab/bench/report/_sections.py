@@ -178,16 +178,12 @@ def facts_table(title: str, facts: Figures) -> str:
     return f'<table class="facts-table"><caption>{title}</caption><tbody>{rows}</tbody></table>' if rows else ""
 
 
-def memory_text(value: object) -> str | None:
-    """Write an amount of memory, or None where it is not known."""
-    return values.size(value) if values.finite(value) else None
-
-
 def provenance(results: Figures) -> str:
     """How it was measured: settings, machine, versions, command."""
     machine = dict(results.get("machine") or {})
     if "memory_bytes" in machine:
-        machine["memory"] = memory_text(machine.pop("memory_bytes"))
+        memory = machine.pop("memory_bytes")
+        machine["memory"] = values.size(memory) if values.finite(memory) else None
     machine["gpu"] = machine.get("gpu") or "none"
     command = results.get("command")
     written = shlex.join(map(str, command)) if isinstance(command, list) else command
