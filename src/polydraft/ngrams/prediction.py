@@ -9,7 +9,7 @@ that came true in this very text: of a wrong prediction nothing is proposed afte
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from polydraft.ngrams.cache import GramCache, GramMemory, Match, Way
+from polydraft.ngrams.cache import GramCache, GramMemory, Way
 from polydraft.sampling import SamplingParams
 
 PREDICTION = "prediction"
@@ -98,12 +98,6 @@ class _PredictionMemory(GramMemory):
         if token in near:
             return self._anchor + near.index(token) + 1, 1
         return (at + 1 if at < end else len(self._predicted)), 0
-
-    def matches(self, count: int, length: int) -> list[Match]:
-        """Return what comes next in the prediction."""
-        at, size = self._place
-        following = self._predicted[at : at + length]
-        return [Match(size, following)] if following else []
 
     def end(self) -> _Place:
         """Return where the text stands in the prediction."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polydraft.draft.grams import LOSSY_TRIES, TrieBuilder
 from polydraft.draft.trie import TokenTrie, check_node_walk
-from polydraft.ngrams import GramMemory, Match
+from polydraft.ngrams import ContinuationMemory, GramMemory, Match
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.trees import DraftTree
 from polydraft.verify import Fault, Scheme, Verdict, Walk
@@ -34,6 +34,7 @@ class FlatBlocksBuilder(TrieBuilder):
         """Propose what follows the longest prefixes."""
         trie, found = TokenTrie(root, shared=False), list[tuple[Match, str]]()
         for name, memory in zip(self.source.names, memories, strict=True):
+            assert isinstance(memory, ContinuationMemory), name
             found += [(match, name) for match in memory.matches(self._options.candidates, self.depth)]
         found.sort(key=lambda pair: -pair[0].prefix)  # stable: of equal prefixes the first cache's come first
         for match, name in found:
