@@ -128,7 +128,7 @@ class HeadReader(TreeReader):
         if not self._observed:
             return
         self._begun = True
-        target.bank.write_before(self._observed[-1][0, -1])
+        target.bank.write(torch.tensor([BEFORE], device=device), self._observed[-1][0, -1:])
         following, position = list(prompt[1:-1]), 0
         for features_1TF in self._observed:
             tokens = following[position : position + features_1TF.shape[1]]

@@ -134,9 +134,6 @@ class BeamStream(Iterator[TokenEvent]):
         """Statistics so far."""
         return self._run.stats
 
-    def __iter__(self) -> "BeamStream":
-        return self
-
     def __next__(self) -> TokenEvent:
         while not self._queue:
             if self._finished:

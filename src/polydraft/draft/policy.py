@@ -136,7 +136,7 @@ class Load:
         passes = [costs.tree_pass(rows * (count + 1)) / plain for count in range(nodes)]
         level, overhead = costs.draft_level * rows / plain, costs.overhead * rows / plain
         fitting = [one for one in belief.typical if one[0] <= nodes] or [belief.typical[0]]
-        # In the order of `Costs.of_round`: of a single row the figures must have its very bits.
+        # Added up in the order of `speedup`: for a single row the figures must have the same bits.
         rate = max(tokens / (level * levels + passes[count - 1] + overhead) for count, levels, tokens in fitting)
         price = _FURTHER * (passes[min(belief.front, nodes) - 1] - passes[0])
         growth = max(belief.growth - price, _LEAST_GROWTH)

@@ -24,6 +24,8 @@ from polydraft.trees import DraftTree
 from polydraft.verify import Walk
 
 _MOST_CAPTURES = 256
+_TABLES = ("tokens_BN", "depths_BN", "ancestors_BNN", "child_table_BNK")
+"""Tensors of a tree of the host's, which are inputs of a capture."""
 _LOGGER = logging.getLogger("polydraft")
 _TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
 """Obstacles that were logged already, by model."""
@@ -236,12 +238,13 @@ class Launcher:
         if can.host_tree is not None:
             with stats.clock("draft"):
                 host_tree = can.host_tree(state.tail_B2, uniforms_BU[:, : state.session.num_uniforms])
-            inputs += (host_tree.tokens_BN, host_tree.depths_BN, host_tree.ancestors_BNN, host_tree.child_table_BNK)
+            inputs += tuple(getattr(host_tree, name) for name in _TABLES)
             kind += (host_tree.depth, *host_tree.child_table_BNK.shape)
 
-        def function(values_BU: Tensor, *tables: Tensor) -> Tensor:
-            static = None if host_tree is None else _with_tables(host_tree, *tables)
-            return run_round(state, walk, values_BU, Stats(), static).packed_BX
+        def function(values_BU: Tensor, *tables: Any) -> Tensor:
+            # Later replays may reach further.
+            tree = host_tree and replace(host_tree, **dict(zip(_TABLES, tables, strict=True)), reach=None)
+            return run_round(state, walk, values_BU, Stats(), tree).packed_BX
 
         first, self._new = compiling_ahead(state, walk) if self._new else nullcontext(), False
         with stats.clock("graph"), first:
@@ -259,20 +262,6 @@ class Launcher:
         can = state.session.capturable
         alone = self._ahead and last.replayed and not can.waits and not state.warper.params.needs_history
         return alone and can.kind == last.kind and all(context.steady(state.session.reach + 1) for context in contexts)
-
-
-def _with_tables(
-    tree: DraftTree, tokens_BN: Tensor, depths_BN: Tensor, ancestors_BNN: Tensor, child_table_BNK: Tensor
-) -> DraftTree:
-    """Return the host's tree with a capture's inputs as its tensors."""
-    return replace(
-        tree,
-        tokens_BN=tokens_BN,
-        depths_BN=depths_BN,
-        ancestors_BNN=ancestors_BNN,
-        child_table_BNK=child_table_BNK,
-        reach=None,  # later replays may reach further
-    )
 
 
 def _obstacle(state: State, can: Capturable) -> str | None:

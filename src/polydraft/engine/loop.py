@@ -218,7 +218,8 @@ class Engine:
                 wishes=wishes,
             )
             self.workspace.activate(active)
-            self.workspace.watch(any(one is not None and (one.traced or one.top_logprobs is not None) for one in self.slots))
+            at_work = [one for one in self.slots if one is not None]
+            self.workspace.begun.watched = any(one.traced or one.top_logprobs is not None for one in at_work)
         self.walk = self._chosen_walk()
 
     def _end_read(self) -> list[Emitted]:
@@ -245,8 +246,9 @@ class Engine:
         assert self.walk is not None, "a sequence was admitted"
         self._share()
         with self.stats.clock("draft"):
-            count = self.workspace.num_uniforms(self.walk)
-            uniforms_BU = self.slots.noise.uniforms(count, self.session.own_uniforms(count))
+            session = self.session
+            count = session.num_uniforms + self.walk.uniforms(session.scheme, session.depth)
+            uniforms_BU = self.slots.noise.uniforms(count, session.own_uniforms(count))
         workspace = self.workspace
         ahead = bool(self._launched)
         return workspace.launcher.launch(workspace.begun, workspace.contexts, self.walk, uniforms_BU, self.stats, ahead=ahead)

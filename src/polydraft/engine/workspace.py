@@ -22,7 +22,6 @@ from polydraft.models.prefixes import Prefixes
 from polydraft.rows import ByRow
 from polydraft.sampling import IDLE, RowParams, Warper
 from polydraft.transfers import assign
-from polydraft.verify import Walk
 
 _FEWER = 4
 """Each size of captured rounds has this many times fewer rows than the one before."""
@@ -257,10 +256,6 @@ class Workspace:
         """Say which rows take part in rounds."""
         assign(self.begun.active_B, active)
 
-    def num_uniforms(self, walk: Walk) -> int:
-        """Random numbers per row that the next round uses."""
-        return self.session.num_uniforms + walk.uniforms(self.session.scheme, self.session.depth)
-
     def worth(self, rows: int) -> int:
         """Return how many tokens some text must have left for it to pay to shrink to so many rows."""
         if not self.has_graphs or self.launcher.rounds[rows] >= _PRACTISED:
@@ -309,10 +304,6 @@ class Workspace:
         above_NN = tree.ancestors_BNN[row].tril(-1)
         parents = [max((node for node, is_above in enumerate(line) if is_above), default=-1) for line in above_NN.tolist()]
         return list(zip(parents, tree.tokens_BN[row].tolist(), strict=True))
-
-    def watch(self, paths: bool) -> None:
-        """Say whether rounds keep what `path_logits` needs; they are not captured then."""
-        self.begun.watched = paths
 
     def retire(self, texts: Sequence[Sequence[int]], active: Sequence[bool]) -> None:
         """Let ended rows idle: memories drop what was cut off at the end and grow no more."""

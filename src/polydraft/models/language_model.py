@@ -67,11 +67,6 @@ class Rows(ByRow):
             self._numbers_B1 = torch.arange(self.batch_size, device=self.device)[:, None]
         return self._numbers_B1[: self.batch_size]
 
-    @property
-    def all_rows(self) -> tuple[Tensor, Tensor]:
-        """Lengths and positions of all rows, at work or not."""
-        return self.every_row("lengths_B"), self.every_row("positions_BS")
-
     def new_row(self, name: str) -> Tensor | int:
         """Begin with no text, and each slot at its own position."""
         return torch.arange(self.capacity, device=self.device) if name == "positions_BS" else 0
@@ -134,7 +129,7 @@ class Context(Rows, ABC):
     ) -> None:
         super().__init__(batch_size, capacity, device)
         self.cache, self.max_positions = cache, max_positions
-        self._owner = owner
+        self.owner = owner
         self.places = 0
         """Most uncommitted tokens of a round, as its owner says."""
         self.span: int | None = None
@@ -291,15 +286,10 @@ class Context(Rows, ABC):
 
         What it holds is forgotten, but stays there: `cache.wipe` where that may be NaNs.
         """
-        if type(other) is not type(self) or other._owner is not self._owner or other.capacity < self.capacity:
+        if type(other) is not type(self) or other.owner is not self.owner or other.capacity < self.capacity:
             return False
         self.reserve(other.capacity)
         return self.cache.adopt(other.cache, self.batch_size)
-
-    @property
-    def owner(self) -> object:
-        """The model whose memory it is."""
-        return self._owner
 
     @property
     def portable(self) -> bool:

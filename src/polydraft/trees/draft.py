@@ -111,11 +111,6 @@ class DraftTree:
         row_BN = row_BN.clamp(max=distributions_BGD.shape[1] - 1)  # nodes without children get any
         return distributions_BGD.gather(1, row_BN[:, :, None].expand(-1, -1, distributions_BGD.shape[-1]))
 
-    @property
-    def drawn_depth(self) -> int:
-        """Levels whose nodes may have drawn children; deeper nodes have only further children."""
-        return len(self.distributions) if self.distributions else self.depth
-
     def followers(self, node_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return node ids and tokens of all children of one node per row, drawn ones first."""
         nodes_BK, tokens_BK = self.children(node_B)

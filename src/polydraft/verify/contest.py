@@ -33,11 +33,6 @@ BUCKETS = 4096
 """Costs less than 1e-4 of acceptance, most where target and draft are nearly equal."""
 
 
-def ranked_cells(target_RV: Tensor, draft_RV: Tensor) -> tuple[Tensor, int]:
-    """Give every ratio a cell of its own, by sorting; return each token's cell and the number of cells."""
-    return _dense(draft_RV.double() / target_RV.double())
-
-
 def bucketed_cells(
     target_RV: Tensor, draft_RV: Tensor, scale_R1: Tensor | None = None, buckets: int = BUCKETS
 ) -> tuple[Tensor, int]:
@@ -262,7 +257,7 @@ class Contest:
             racing_RK = exists_RK & ~apart_RK
             scale_R1 = quotient(total_R1, total_R1 - (draft_RK * apart_RK).sum(-1, keepdim=True))
         if buckets is None:
-            cell_RV, cells = ranked_cells(target_probs_RV, draft_probs_RV)
+            cell_RV, cells = _dense(draft_RV / target_RV)  # every ratio has a cell of its own
         else:
             cell_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, scale_R1, buckets)
         cell_RK = cell_RV.gather(1, token_RK)

@@ -138,7 +138,7 @@ class FusedBody(FastBody):
             return None
         model, window, limit = context.model, context.window, context.max_positions
         # All rows, at work or not, so that one capture serves whatever their number is.
-        all_lengths_B, all_positions_BS = context.all_rows
+        all_lengths_B, all_positions_BS = context.every_row("lengths_B"), context.every_row("positions_BS")
 
         def read(values_BX: Tensor) -> Tensor:
             """Which rows and which tokens they are are values, so that one capture serves for all."""
