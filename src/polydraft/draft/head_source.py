@@ -225,8 +225,8 @@ class HeadSource(DistributionSource):
         return tokens_BW, features_BNF.gather(1, path_BW[..., None].expand(-1, -1, features_BNF.shape[-1]))
 
     def skip(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
-        """Let a round's entries, `keep_B` of them, wait behind those that wait already: several where n-grams were accepted."""
-        assert self._features_BWF is not None and self._lone_B is None, "a first round asks for the root, if for nothing else"
+        """Queue the `keep_B` entries of a round behind those that wait already; n-grams may have brought several."""
+        assert self._features_BWF is not None and self._lone_B is None, "a first round always asks for the root"
         self._skipped, self._skips = True, self._skips + 1
         self._waiting.append((*self._accepted(verdict, keep_B, features_BNF), keep_B))
 

@@ -46,7 +46,7 @@ class Belief:
     most_rate: float
     """Upper limit of that first belief."""
     growth: float
-    """Tokens that a level brings for each of the level above."""
+    """Tokens that a level brings per token of the level above."""
     front: int
     """Nodes that a level needs, roughly, to be worth its draft pass. Their cost is taken off what a level is assumed to bring.
 
@@ -125,7 +125,7 @@ class Load:
     first_rate: float
     """The same, as believed before the first round."""
     growth: float
-    """Tokens that a level of a fair draft brings for each of the level above, once its nodes are paid for."""
+    """Tokens that a level of a fair draft brings per token of the level above, once its nodes are paid for."""
     chain: bool
     """Whether levels have one node each, see `Belief.front`."""
 

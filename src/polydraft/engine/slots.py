@@ -39,7 +39,7 @@ class Slots:
 
     @property
     def recalls(self) -> bool:
-        """Whether memories hold nothing of a slot's last text when the next one comes, but what is known of its own."""
+        """Whether a new text finds the known part of its own beginning in its slot, and nothing of the slot's last text."""
         return self._prefixes is not None
 
     @property
@@ -86,9 +86,9 @@ class Slots:
         return slot, sequence.cached
 
     def awaits(self, sequence: TokenSequence) -> bool:
-        """Whether a waiting text should let another one read on: it will leave more of this text's prompt than is known now.
+        """Whether to wait until another text is read, because more of this text's prompt is known then.
 
-        Its own prompt must not be much longer than what they share, or reading it side by side takes less time.
+        If the other prompt is much longer than what they share, reading both side by side takes less time.
         """
         if self._prefixes is None or sequence.space is None:
             return False

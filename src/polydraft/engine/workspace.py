@@ -26,7 +26,7 @@ from polydraft.transfers import assign
 _FEWER = 4
 """Each size of captured rounds has this many times fewer rows than the one before."""
 _PRACTISED = 8
-"""Rounds of some rows after which the next ones are hardly new."""
+"""Rounds with the same number of rows after which further ones rarely need a new capture."""
 _WORTH_A_MOVE, _WORTH_A_CAPTURE = 8, 32
 """Tokens left from which fewer rows pay: where rounds of that size have run before, and where they must be captured first."""
 
@@ -285,7 +285,7 @@ class Workspace:
     def clear(self, row: int) -> None:
         """Wipe what the memories hold in a row."""
         for context in self.contexts:
-            context.clear(row)
+            context.cache.clear(row)
 
     def path_logits(self, row: int, count: int) -> Tensor:
         """Return the target's own logits, `[count, V]`, of the first tokens that the last round brought a row."""

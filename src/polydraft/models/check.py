@@ -224,7 +224,7 @@ def _texts(model: "HFModel", lengths: Sequence[int], seed: int = 0) -> list[list
 
 
 def _plain(model: "HFModel", texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return logits of texts by the model's own plain pass; what fills rows up is behind a causal model's back."""
+    """Return logits of texts by the model's own plain pass; padding at the end does not matter to a causal model."""
     longest = max(map(len, texts))
     rows = [[*text, *[5] * (longest - len(text))] for text in texts]
     return model.plain(torch.tensor(rows, device=model.device)).cpu()

@@ -132,7 +132,7 @@ class HFModel(LanguageModel):
         self.recurrence = find_recurrence(model)
         """Its recurrent layers, if it has any."""
         self.resumes = False
-        """Whether these read on from a state by several tokens at once, as a twin shows; the scan of Mamba begins from none."""
+        """Whether these can go on from a state by several tokens at once, as a twin shows; Mamba's scan cannot."""
         if self.recurrence is not None:
             self.shape_obstacle = "its recurrent layers read a tree level by level, and only static trees have known levels"
         self.stored_layers: int | None = self.num_layers

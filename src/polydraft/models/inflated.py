@@ -103,7 +103,8 @@ def inflate(small: Any, shape: BigShape) -> Any:
         big.to_empty(device=small.device)
         big.model.rotary_emb = type(big.model.rotary_emb)(config).to(small.device)  # its table was on no device
         _fill_with_noise(big)
-        _embed(big.model.embed_tokens.weight, small.model.embed_tokens.weight)
+        big.model.embed_tokens.weight.zero_()
+        big.model.embed_tokens.weight[:, : small.config.hidden_size] = small.model.embed_tokens.weight
         big.lm_head.weight[:, : small.config.hidden_size] = small.lm_head.weight
         _scale_norm(big.model.norm, small.model.norm)
         queries, keys = _places(small.config, shape, small.device)
@@ -190,11 +191,6 @@ def _scale_norm(big: Any, small: Any) -> None:
     big.weight[:size] = (small.weight.double() * math.sqrt(size / len(big.weight))).to(big.weight.dtype)
 
 
-def _embed(big: Tensor, small: Tensor) -> None:
-    big.zero_()
-    big[:, : small.shape[1]] = small
-
-
 def _fill_with_noise(big: Any) -> None:
     generator = torch.Generator(big.device).manual_seed(0)
     for parameter in big.parameters():
@@ -279,8 +275,6 @@ class InflatedModel(HFModel):
     ----------
     shape : str
         One of `SHAPES`.
-    name : str, optional
-        ``"inflated:SHAPE:SOURCE"`` if not given.
     lean, native, invariant : bool
         As for `HFModel`.
     """
@@ -289,13 +283,12 @@ class InflatedModel(HFModel):
         self,
         small: HFModel,
         shape: str,
-        name: str | None = None,
         lean: bool = True,
         native: bool = True,
         invariant: bool | None = None,
     ) -> None:
         big = inflate(small.hf_model, SHAPES.get(shape))
-        super().__init__(big, name or f"{PREFIX}:{shape}:{small.name}", lean, native=native, invariant=invariant)
+        super().__init__(big, f"{PREFIX}:{shape}:{small.name}", lean, native=native, invariant=invariant)
         self.width = self.hidden_size
         """Hidden size of the large model."""
         self.hidden_size = small.hidden_size

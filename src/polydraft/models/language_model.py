@@ -12,7 +12,7 @@ from polydraft.devices import can_sync, captures
 from polydraft.errors import UsageError
 from polydraft.models.attention import steady_attention
 from polydraft.models.placing import Placed, place
-from polydraft.models.storage import Copies, Pieces, Storage, move_up
+from polydraft.models.storage import Pieces, Storage, move_up
 from polydraft.rows import ByRow
 from polydraft.sampling import PartialVocabulary
 from polydraft.transfers import assign, brought
@@ -296,12 +296,8 @@ class Context(Rows, ABC):
         """Whether committed text can be copied into rows of this and other memories of the model: slots are all there is."""
         return self.elastic and not self.borrows
 
-    def copied(self, row: int, start: int, stop: int) -> Copies:
-        """Return copies of what some committed tokens of a row have left."""
-        return self.cache.copied(row, start, stop)
-
     def paste(self, row: int, pieces: Pieces) -> None:
-        """Write such copies, and how many tokens of each, into the first slots of a row; the caller commits them."""
+        """Write copies of slots, and how many of each, into the first slots of a row; the caller commits them."""
         length = sum(count for _, count in pieces)
         self.reserve(length + self.places)
         self.cache.paste(row, pieces, self.batch_size)
@@ -316,14 +312,6 @@ class Context(Rows, ABC):
     def nbytes(self) -> int:
         """Bytes of storage, of rows at work or not."""
         return self.cache.nbytes
-
-    def clear(self, row: int) -> None:
-        """Overwrite what a row holds: it may be NaNs."""
-        self.cache.clear(row)
-
-    def wipe(self) -> None:
-        """Overwrite what all rows hold, at work or not."""
-        self.cache.wipe()
 
 
 class LanguageModel(ABC):

@@ -74,7 +74,7 @@ class _PredictionMemory(GramMemory):
         self._place = self._found(at) or self._guessed(at, token)
 
     def _found(self, lost: int) -> _Place | None:
-        """Look the text's end up in the prediction; not where it was just lost, as repetitive text would do again and again."""
+        """Find the text's end in the prediction, but not where it was just lost: repetitive text would stay there."""
         places, anchor = self._after.get(self._tail[-_LEAST:], []), self._anchor
         next_one = bisect_left(places, anchor)
         near = places[max(next_one - _MOST_VISITS, 0) : next_one + _MOST_VISITS]
@@ -92,7 +92,7 @@ class _PredictionMemory(GramMemory):
         return size
 
     def _guessed(self, at: int, token: int) -> _Place:
-        """Take the token for one that was replaced, or for the next of its kind; give up further on."""
+        """Take the token for a replacement, or for the next one like it nearby; give up beyond that."""
         end = self._anchor + _NEAR
         near = self._predicted[self._anchor : end]
         if token in near:

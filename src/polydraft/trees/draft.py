@@ -85,6 +85,14 @@ class DraftTree:
         nodes_BK = self.child_table_BNK.gather(1, node_B[:, None, None].expand(-1, 1, width))[:, 0]
         return nodes_BK, torch.where(nodes_BK > 0, self.tokens_BN.gather(1, nodes_BK), NO_TOKEN)
 
+    def parents(self) -> Tensor:
+        """Return each node's parent, the root for nodes that are nobody's child."""
+        batch_size, nodes, width = self.child_table_BNK.shape
+        nodes_BX = torch.arange(nodes, device=self.tokens_BN.device).repeat_interleave(width).expand(batch_size, -1)
+        parents_BN = torch.zeros_like(self.tokens_BN).scatter_(1, self.child_table_BNK.flatten(1), nodes_BX)
+        parents_BN[:, 0].zero_()  # missing children all name the root
+        return parents_BN
+
     def all_children(self) -> Tensor:
         """Return the tokens of the children of every node, `[B, N, K]`; `NO_TOKEN` where there is none."""
         table_BNK = self.child_table_BNK
@@ -226,11 +234,7 @@ def union(drawn: DraftTree, certain: DraftTree) -> DraftTree:
 
 def _same_paths(drawn: DraftTree, certain: DraftTree) -> Tensor:
     """Return for each node of `drawn` the node of `certain` with the same path of tokens; if none, its number of nodes."""
-    none = certain.tokens_BN.shape[1]
-    batch_size, own, width = drawn.child_table_BNK.shape
-    nodes_BX = torch.arange(own, device=drawn.tokens_BN.device).repeat_interleave(width).expand(batch_size, -1)
-    parents_BN = torch.zeros_like(drawn.tokens_BN).scatter_(1, drawn.child_table_BNK.flatten(1), nodes_BX)
-    parents_BN[:, 0].zero_()  # missing children all name the root
+    none, parents_BN = certain.tokens_BN.shape[1], drawn.parents()
     tables_BNK = torch.nn.functional.pad(certain.child_table_BNK, (0, 0, 0, 1))
     found_BN = torch.full_like(drawn.tokens_BN, none)
     found_BN[:, 0].zero_()
