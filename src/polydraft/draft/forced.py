@@ -40,11 +40,9 @@ class _ForcedMemory(GramMemory):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the text."""
         self._text: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Add tokens to the text."""
         self._text.extend(tokens)
 
     def expect(self, params: SamplingParams) -> None:

@@ -246,9 +246,8 @@ class Engine:
         assert self.walk is not None, "a sequence was admitted"
         self._share()
         with self.stats.clock("draft"):
-            session = self.session
-            count = session.num_uniforms + self.walk.uniforms(session.scheme, session.depth)
-            uniforms_BU = self.slots.noise.uniforms(count, session.own_uniforms(count))
+            count = self.workspace.num_uniforms(self.walk)
+            uniforms_BU = self.slots.noise.uniforms(count, self.session.own_uniforms(count))
         workspace = self.workspace
         ahead = bool(self._launched)
         return workspace.launcher.launch(workspace.begun, workspace.contexts, self.walk, uniforms_BU, self.stats, ahead=ahead)

@@ -137,16 +137,13 @@ class Slots:
         can_move = pays and not self.known and self._workspace.session.movable
         if (go and not can_move) or (captured and not pays):
             return len(self.sequences) if captured else go[-1] + 1
-        targets = sorted(set(range(rows)).difference(stay), key=self._length)  # a swap copies the longer text
+        lengths = [0 if one is None else len(one.tokens) for one in self.sequences]
+        targets = sorted(set(range(rows)).difference(stay), key=lengths.__getitem__)  # a swap copies the longer text
         for source, target in zip(go, targets, strict=False):
             self._workspace.trade_rows(target, source)
             self.sequences[target], self.sequences[source] = self.sequences[source], self.sequences[target]
             self.noise.swap_rows(target, source)
         return rows
-
-    def _length(self, slot: int) -> int:
-        sequence = self.sequences[slot]
-        return 0 if sequence is None else len(sequence.tokens)
 
 
 def _sought(sequence: TokenSequence) -> Sequence[int]:

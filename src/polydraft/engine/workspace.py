@@ -22,6 +22,7 @@ from polydraft.models.prefixes import Prefixes
 from polydraft.rows import ByRow
 from polydraft.sampling import IDLE, RowParams, Warper
 from polydraft.transfers import assign
+from polydraft.verify import Walk
 
 _FEWER = 4
 """Each size of captured rounds has this many times fewer rows than the one before."""
@@ -255,6 +256,10 @@ class Workspace:
     def activate(self, active: Sequence[bool]) -> None:
         """Say which rows take part in rounds."""
         assign(self.begun.active_B, active)
+
+    def num_uniforms(self, walk: Walk) -> int:
+        """Random numbers per row that the next round uses."""
+        return self.session.num_uniforms + walk.uniforms(self.session.scheme, self.session.depth)
 
     def worth(self, rows: int) -> int:
         """Return how many tokens some text must have left for it to pay to shrink to so many rows."""

@@ -172,7 +172,8 @@ def _fill_layer(big: Any, small: Any, queries: _Places, keys: _Places, head_size
     heads = attention.q_proj.weight.view(-1, head_size, attention.q_proj.in_features)
     heads[queries.heads_H[:, None], queries.idle(head_size)] = 0
     for name, places in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        _write(getattr(attention, name).weight, places.rows(head_size), getattr(source, name).weight[places.source_rows()])
+        weights = getattr(source, name).weight[places.source_rows()]
+        getattr(attention, name).weight[places.rows(head_size), :width] = weights
     columns = torch.zeros_like(attention.o_proj.weight[:width])
     columns[:, queries.rows(head_size)] = source.o_proj.weight[:, queries.source_rows()]
     attention.o_proj.weight[:width] = columns
@@ -180,10 +181,6 @@ def _fill_layer(big: Any, small: Any, queries: _Places, keys: _Places, head_size
     for name in ("gate_proj", "up_proj"):
         getattr(big.mlp, name).weight[:mlp_size, :width] = getattr(small.mlp, name).weight
     big.mlp.down_proj.weight[:width, :mlp_size] = small.mlp.down_proj.weight
-
-
-def _write(weight: Tensor, rows_R: Tensor, values_RX: Tensor) -> None:
-    weight[rows_R, : values_RX.shape[1]] = values_RX
 
 
 def _scale_norm(big: Any, small: Any) -> None:

@@ -52,7 +52,6 @@ class _PredictionMemory(GramMemory):
         self._trials = [_WEIGHT] * len(_CHANCES)
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Follow the text."""
         if not self._predicted:
             self._tail = (*self._tail, *tokens)[-_LONGEST:]
             return
