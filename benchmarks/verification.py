@@ -82,7 +82,7 @@ class Verification:
         uniforms = topology.num_nodes - 1 + self.walk.uniforms(self.growth.scheme, topology.depth)
         uniforms_1U = torch.rand(1, uniforms, generator=self.generator, dtype=torch.float64).to(self.device)
         tokens_1N = self.growth.plant(torch.zeros(1, dtype=torch.long, device=self.device))
-        for level in self.growth.levels:
+        for level in self.growth.plan.levels:
             nodes = torch.arange(level.first, level.stop, device=self.device)[level.drawing]
             self.growth.draw(level, draft_1ND[:, nodes], tokens_1N, uniforms_1U)
         return self._turn(self.growth.scheme, self.growth.tree(tokens_1N), logits_1NV, uniforms_1U[:, topology.num_nodes - 1 :])

@@ -64,7 +64,7 @@ USAGE = {
         ["--beams", "2", "--draft", "none", "--temperature", "1", "--width-threshold", "0.7"],
         "--width-threshold 0.7 is for draft beams, and there is no draft",
     ),
-    "flat blocks": (["--beams", "2", "--lossy", "flat-blocks", "--drafter", "lookup"], "does not apply to beams"),
+    "flat blocks": (["--beams", "2", "--lossy", "flat-blocks", "--drafter", "ngram"], "does not apply to beams"),
     "another kind of draft": (["--beams", "2", "--drafter", "self-draft"], "--drafter self-draft does not apply to beams"),
     "a decision model": (["--beams", "2", "--decision", "auto"], "--decision auto does not apply to beams"),
     "draws without beams": (["--set", "draws=iid"], "--set draws works only with --beams"),

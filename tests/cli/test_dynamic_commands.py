@@ -26,14 +26,14 @@ USAGE = {
     "lossy with n-grams": (["--lossy", "target-init", "--drafter", "lookup+model"], "drafter 'lookup+model' does not work"),
     "lossy and a warm draft": (["--lossy", "target-init", "--draft-temperature", "1"], "draft_temperature 1.0 does not work"),
     "lossy beams": (["--lossy", "target-init", "--beams", "2"], "--lossy target-init does not apply to beams"),
-    "flat blocks of no n-grams": (["--lossy", "flat-blocks"], "flat-blocks cannot verify drafter 'auto'; allowed: n-gram"),
+    "flat blocks of no n-grams": (["--lossy", "flat-blocks"], "flat-blocks cannot verify drafter 'auto'; allowed: self-draft"),
     "flat blocks and a tree": (["--lossy", "flat-blocks", "--drafter", "lookup+model"], "cannot verify drafter 'lookup+model'"),
     "flat blocks and a scheme": (
-        ["--draft", "none", "--lossy", "flat-blocks", "--drafter", "lookup", "--scheme", "rrs-wr"],
-        "scheme 'rrs-wr' does not work with drafter 'lookup', which has no draft; use lookup+model",
+        ["--draft", "none", "--lossy", "flat-blocks", "--drafter", "ngram", "--scheme", "rrs-wr"],
+        "scheme 'rrs-wr' does not work with drafter 'ngram', which has no draft; use ngram+model",
     ),
     "flat blocks and a decision": (
-        ["--draft", "none", "--lossy", "flat-blocks", "--drafter", "lookup", "--decision", "auto"],
+        ["--draft", "none", "--lossy", "flat-blocks", "--drafter", "ngram", "--decision", "auto"],
         "a decision model needs a draft",
     ),
     "self-draft as printed without itself": (["--lossy", "self-draft"], "--lossy self-draft does not work with drafter 'auto'"),

@@ -62,7 +62,7 @@ class Growth:
         numbers = torch.rand(self.rows, growth.num_uniforms, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
         tokens_BN = growth.plant(torch.zeros(self.rows, dtype=torch.long, device=device))
         assert kernels_run(tokens_BN) == by_kernels
-        for level in growth.levels:
+        for level in growth.plan.levels:
             drawing = torch.arange(level.first, level.stop, device=device)[level.drawing]
             growth.draw(level, logits_BNV[:, drawing], tokens_BN, numbers.to(device))
         return tokens_BN

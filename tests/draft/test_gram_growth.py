@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from polydraft.draft.trie import WIDTH, Limits, TokenTrie, grow, trie_ladder
-from polydraft.ngrams import GramMemory, Match, Way
+from polydraft.ngrams import GramMemory, Way
 
 Path = tuple[int, ...]
 
@@ -20,9 +20,6 @@ class Oracle(GramMemory):
     def read(self, tokens: Sequence[int]) -> None: ...
 
     def reset(self) -> None: ...
-
-    def matches(self, count: int, length: int) -> list[Match]:
-        raise AssertionError("it is asked token by token")
 
     def end(self) -> Path:
         return ()

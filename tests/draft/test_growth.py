@@ -21,7 +21,7 @@ def test_greedy_children_are_the_likeliest_in_order(tree: str, known: bool) -> N
     growth.begin([[1]] * rows, range(rows), greedy)
     logits_BNV = torch.randn(rows, topology.num_nodes, SIZE // 3 if known else SIZE, generator=torch.Generator().manual_seed(0))
     tokens_BN = growth.plant(torch.zeros(rows, dtype=torch.long))
-    for level in growth.levels:
+    for level in growth.plan.levels:
         nodes = torch.arange(level.first, level.stop)[level.drawing]
         growth.draw(level, logits_BNV[:, nodes], tokens_BN, torch.zeros(rows, topology.num_nodes - 1))
     for node in range(topology.num_nodes):

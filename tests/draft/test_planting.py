@@ -147,7 +147,7 @@ def test_nothing_else_is_launched(
     growth, logits_BNV = case.builder(), case.logits(torch.bfloat16)
     uniforms_BU, tokens_BN = torch.rand(1, growth.num_uniforms), growth.plant(torch.zeros(1, dtype=torch.long))
     with _Operations() as operations:
-        for level in growth.levels:
+        for level in growth.plan.levels:
             growth.draw(level, logits_BNV[:, level.first : level.stop], tokens_BN, uniforms_BU)
     assert seen == expected * 3
     distribution = {"index"} if temperature else set()  # of nothing: these distributions know no paths

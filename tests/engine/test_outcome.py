@@ -31,7 +31,8 @@ def test_rows_are_what_was_packed() -> None:
     draft.tokens_BN[0, draft.child_table_BNK[0, 0, 0]], draft.tokens_BN[0, child], tokens_BN[0, 0] = 1, 2, 2
     tail_B2 = torch.tensor([[7, 8], [9, 10]])
     outcome, keep_B = conclude(draft, follow_tokens(draft, tokens_BN), tail_B2, torch.tensor([True, False]))
-    (row, other), reports = outcome.reporting(torch.tensor([[5], [6]])).rows()
+    reported_BX = torch.cat([outcome.packed_BX, torch.tensor([[5], [6]])], dim=1)
+    (row, other), reports = Outcome(reported_BX, outcome.depth).rows()
     drafted = [int((row_N[1:] != NO_TOKEN).sum()) for row_N in draft.tokens_BN]
     assert row == RowOutcome([2, 50], 1, row.offered, 0, int(draft.longest()[0]), 1, drafted[0])
     assert (other.tokens, other.accepted, other.branch, other.drafted) == ([50], 0, -1, drafted[1])

@@ -10,7 +10,6 @@ import polydraft
 from polydraft.certify.reference import echo_pair
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, TokenSequence
-from polydraft.engine.sequence import is_steady
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
 
@@ -40,7 +39,7 @@ def test_library_and_server_hold_the_same_texts_steady(temperature: float, seed:
     # As a server and a batch make them: there, all trees may follow the load.
     served = decoder.sequence([1, 2], sampling, seed=5, seeded=seed is not None, max_new_tokens=4)
     expected = seed is not None and temperature > 0
-    assert served.steady == expected == is_steady(sampling, seeded=seed is not None, follows_load=True)
+    assert served.steady == expected
     # In the library others do not, so that a drawn seed that is reported gives the text again.
     assert [one.steady for one in decoder.made[:2]] == [expected or not by_load] * 2
 

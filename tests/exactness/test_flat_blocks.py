@@ -71,7 +71,7 @@ PROMPT, CHANCE = _contested_prompt()
 
 def decoder(flat_blocks: bool) -> Decoder:
     parts = Parts(target=TARGET, topology=parse_tree("none"), grams=replace(gram_options(), flat_blocks=flat_blocks))
-    return Decoder(TARGET, make_drafter(parts, "lookup"), lossless=not flat_blocks)
+    return Decoder(TARGET, make_drafter(parts, "ngram"), lossless=not flat_blocks)
 
 
 @pytest.mark.parametrize("flat_blocks", [True, False])
@@ -94,7 +94,9 @@ def test_it_is_exact_at_temperature_zero() -> None:
 def test_it_must_be_asked_for_twice(tiny: str) -> None:
     options = replace(gram_options(corpus=False), flat_blocks=True)
     with pytest.raises(UsageError, match="lossless=False"):
-        load(tiny, drafter="lookup", grams=options)
-    assert load(tiny, drafter="lookup", grams=options, lossless=False).drafter.lossless is False
-    with pytest.raises(UsageError, match="flat-blocks cannot verify drafter 'lookup\\+model'"):
-        load(tiny, "early-exit:1", drafter="lookup+model", grams=options, lossless=False)
+        load(tiny, drafter="ngram", grams=options)
+    assert load(tiny, drafter="ngram", grams=options, lossless=False).drafter.lossless is False
+    with pytest.raises(UsageError, match="flat-blocks cannot verify drafter 'ngram\\+model'"):
+        load(tiny, "early-exit:1", drafter="ngram+model", grams=options, lossless=False)
+    with pytest.raises(UsageError, match="drafter 'suffix'; allowed: self-draft, ngram, corpus"):
+        load(tiny, drafter="suffix", grams=options, lossless=False)

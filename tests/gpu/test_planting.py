@@ -63,7 +63,7 @@ def test_a_replayed_level_reads_new_logits() -> None:
 
     def grow() -> None:
         first = 0
-        for level in growth.levels:
+        for level in growth.plan.levels:
             nodes = level.nodes_GK.shape[0]
             growth.draw(level, logits_BNV[:, first : first + nodes], tokens_BN, uniforms_BU)
             first += nodes

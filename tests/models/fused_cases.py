@@ -9,6 +9,7 @@ from polydraft.backends.triton.head import FusedHead
 from polydraft.backends.triton.layers import add_norm, gate, linear, rotate_store, vector_product
 from polydraft.models.cache import SlotCache
 from polydraft.models.heads.feature_head import FeatureHead, HeadShape, TapNorm
+from polydraft.models.heads.head_context import keep_entries, take_roots
 from polydraft.models.placing import place
 from polydraft.models.storage import move_up
 from polydraft.sampling import NO_TOKEN
@@ -216,8 +217,9 @@ def check_entries(device: str, dtype: torch.dtype) -> None:
         context.rewind([5, 2, 9])
         kept = torch.zeros_like(tokens).to(where), features.new_zeros(3, 4, 192).to(where), fresh.clone().to(where)
         with interpreting(kernels and device == "cpu"):
-            roots = context.take_roots(outputs.to(where), kept[2])
-            context.keep_entries(tokens.to(where), path.to(where), keep.to(where), features.to(where), kept)
+            roots = take_roots(outputs.to(where), kept[2], context.lengths_B)
+            given = (one.to(where) for one in (tokens, path, keep, features))
+            keep_entries(*given, context.lengths_B, kept)
         found.append([part.cpu() for part in (roots, context.lengths_B, *kept)])
     assert all(torch.equal(one, two) for one, two in zip(*found, strict=True))
     assert found[0][1].tolist() == [6, 5, 10] and found[0][0].shape == (3, 1, 32)

@@ -35,6 +35,7 @@ from polydraft.models import FAMILIES, FeatureHead
 from polydraft.models.bodies import lean_body
 from polydraft.models.cache import SlotCache
 from polydraft.models.heads.feature_head import HeadShape, TapNorm
+from polydraft.models.heads.head_context import keep_entries, take_roots
 from polydraft.models.placing import place
 from polydraft.models.storage import move_up
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
@@ -118,9 +119,9 @@ def memories(dtype: torch.dtype) -> None:
         move_up(*moved)
     shape = HeadShape(hidden_size=576, num_heads=9, num_key_heads=3, head_size=64, mlp_size=1536, window=512)
     context = FeatureHead(shape, *torch.zeros(2, 96, 576, dtype=dtype)).to(dtype).start(2, 64)
-    context.take_roots(torch.zeros(2, 6, 576, dtype=dtype), lengths)
+    take_roots(torch.zeros(2, 6, 576, dtype=dtype), lengths, context.lengths_B)
     kept = places.clone(), torch.zeros(2, 6, 1728, dtype=dtype), lengths.clone()
-    context.keep_entries(places, places, lengths, torch.zeros(2, 29, 1728, dtype=dtype), kept)
+    keep_entries(places, places, lengths, torch.zeros(2, 29, 1728, dtype=dtype), context.lengths_B, kept)
 
 
 def large_models(dtype: torch.dtype) -> None:

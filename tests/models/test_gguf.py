@@ -128,7 +128,7 @@ def test_a_header_says_what_the_packages_own_reader_says(tmp_path):
     file = write(tmp_path / "tiny.gguf", tiny(), begins=True)
     header, reader = read_header(file), gguf.GGUFReader(file)
     own = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
-    assert header.fields == own and header.vocabulary == {token: number for number, token in enumerate(TOKENS)}
+    assert header.fields == own and header.tokens == list(TOKENS)
     assert header.num_weights == sum(int(tensor.n_elements) for tensor in reader.tensors)
     assert header.num_bytes <= file.stat().st_size < header.num_bytes + 32  # the writer fills up the last tensor
 

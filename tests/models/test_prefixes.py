@@ -94,7 +94,7 @@ def test_no_room_at_all_is_no_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     def exhausted(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(context, "copied", exhausted)
+    monkeypatch.setattr(context.cache, "copied", exhausted)
     prefixes.keep(context, 0, "", text, whole=False)
     assert prefixes.nbytes == 0, "what rounds need comes first"
     check_books(prefixes)

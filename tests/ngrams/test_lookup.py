@@ -4,10 +4,19 @@ import pytest
 
 from covering import some_slow
 from polydraft.ngrams import GramOptions, LookupCache, SuffixCache
-from polydraft.ngrams.cache import best_paths
-from polydraft.ngrams.lookup import ROOT, SuffixAutomaton, copied
+from polydraft.ngrams.cache import best_paths, match_chance
+from polydraft.ngrams.lookup import MOST_COPIES, ROOT, SuffixAutomaton
 
 from .brute import longest_match, places_after, random_text
+
+
+def greedy(memory, length):
+    """The first proposal, token by token."""
+    place, tokens = memory.end(), []
+    while len(tokens) < length and (ways := memory.ways(place, 1)):
+        tokens.append(ways[0][0])
+        place = memory.step(place, tokens[-1])
+    return tokens
 
 
 @pytest.mark.parametrize("seed", some_slow(range(30), range(8, 30)))
@@ -18,22 +27,20 @@ def test_agrees_with_a_search_through_the_text(seed, max_match):
     for end in range(len(text)):
         subject.read(text[end : end + 1])
         so_far = text[: end + 1]
-        longest = longest_match(so_far, max_match)
-        wanted = []
-        for size in range(longest, 0, -1):
+        copies = {}
+        for size in range(longest_match(so_far, max_match), 0, -1):
             for place in places_after(so_far, so_far[-size:]):
-                continuation = tuple(copied(so_far, place, 3))
-                if continuation not in [tokens for _, tokens in wanted]:
-                    wanted.append((size, continuation))
-        assert [(match.prefix, match.tokens) for match in subject.matches(5, 3)] == wanted[:5]
+                copies.setdefault(place, size)
+        wanted = {}
+        for place, size in list(copies.items())[:MOST_COPIES]:
+            wanted.setdefault(so_far[place], match_chance(size, len(wanted)))
+        assert subject.ways(subject.end(), 5) == list(wanted.items())[:5]
 
 
 def test_a_copy_that_reaches_the_end_goes_on_with_itself():
-    assert copied([1, 2, 3], 1, 5) == [2, 3, 2, 3, 2]
-    assert copied([1, 2, 3], 2, 1) == [3]
     subject = LookupCache(GramOptions()).open()
     subject.read([7, 1, 2, 1, 2, 1])
-    assert list(subject.matches(1, 5)[0].tokens) == [2, 1, 2, 1, 2]
+    assert greedy(subject, 5) == [2, 1, 2, 1, 2]
 
 
 def state_of(automaton, gram):
@@ -74,25 +81,24 @@ def test_first_token_follows_the_longest_match(seed, prefer):
         memory.read([text[end]])
         so_far = text[: end + 1]
         longest = longest_match(so_far, len(so_far))
-        matches = memory.matches(6, 3)
-        assert bool(matches) == bool(longest)
-        if not matches:
+        place = memory.end()
+        assert place[1] == longest
+        proposed = [token for token, _ in memory.ways(place, 6)]
+        assert bool(proposed) == bool(longest)
+        if not proposed:
             continue
-        assert matches[0].prefix == longest
-        assert [match.prefix for match in matches] == sorted((match.prefix for match in matches), reverse=True)
-        places = places_after(so_far, so_far[-longest:])
-        following = [so_far[place] for place in places]
+        following = [so_far[after] for after in places_after(so_far, so_far[-longest:])]
         wanted = max(following, key=lambda token: (following.count(token), -following.index(token)))
-        assert matches[0].tokens[0] == (wanted if prefer == "frequent" else following[0])
-        longest_ones = {match.tokens[0] for match in matches if match.prefix == longest}
-        assert longest_ones <= set(following)
+        assert proposed[0] == (wanted if prefer == "frequent" else following[0])
+        assert set(proposed[: len(set(following))]) == set(following), "what followed the longest match comes first"
 
 
 def test_continuations_branch_where_the_text_did():
     memory = SuffixCache(GramOptions()).open()
     memory.read([1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 4, 9, 1, 2])
-    proposals = [list(match.tokens) for match in memory.matches(3, 2)]
-    assert proposals[:2] == [[3, 4], [3, 5]]
+    place = memory.end()
+    assert [token for token, _ in memory.ways(place, 1)] == [3]
+    assert [token for token, _ in memory.ways(memory.step(place, 3), 2)] == [4, 5]
 
 
 def test_recent_and_frequent_differ():
@@ -101,7 +107,7 @@ def test_recent_and_frequent_differ():
     for prefer in ("frequent", "recent"):
         memory = SuffixCache(GramOptions(prefer=prefer)).open()
         memory.read(text)
-        first[prefer] = memory.matches(1, 1)[0].tokens[0]
+        first[prefer] = memory.ways(memory.end(), 1)[0][0]
     assert first == {"frequent": 2, "recent": 3}
 
 
@@ -117,5 +123,3 @@ def test_best_paths_come_in_order_of_their_cost():
     assert list(best_paths(0, costs.__getitem__, 4)) == [(1, 3), (1, 4), (2, 5)]
     assert list(best_paths(0, costs.__getitem__, 1)) == [(1,), (2,)]
     assert list(best_paths(3, costs.__getitem__, 4)) == []
-    known = {1: [1, 8, 8]}
-    assert list(best_paths(0, costs.__getitem__, 3, lambda node, depth: known.get(node))) == [[1, 8, 8], (2, 5)]

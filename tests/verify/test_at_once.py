@@ -52,7 +52,7 @@ def inputs_of(
     count = topology.num_nodes - 1
     uniforms_BU = torch.rand(rows, count + verifier.uniforms(scheme, topology.depth), generator=generator, dtype=torch.float64)
     tokens_BN = growth.plant(torch.zeros(rows, dtype=torch.long))
-    for level in growth.levels:
+    for level in growth.plan.levels:
         growth.draw(level, draft_BND[:, torch.arange(level.first, level.stop)[level.drawing]], tokens_BN, uniforms_BU)
     place = torch.device(device)
     warper = Warper(params, SIZE, texts, place)

@@ -69,27 +69,22 @@ class ModelReader(TreeReader):
         self._tree: SlotTree | None = None
 
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
-        """Read the prompt with the draft."""
         self._memory.context.prefill([prompt[:-1]])
         memory = self._memory
         self._tree = SlotTree(memory.context, memory.bank, graphs=memory.graphs, sizes=memory.sizes)
 
     @property
     def tree(self) -> SlotTree:
-        """The nodes that the draft has read."""
         assert self._tree is not None, "begin() comes first"
         return self._tree
 
     def read(self, nodes: Sequence[Node]) -> None:
-        """Pass nodes and their missing ancestors."""
         self.tree.read(nodes)
 
     def head(self, features_RF: Tensor) -> Tensor:
-        """Apply the draft's output head."""
         return self._model.head(features_RF)
 
     def keep(self, leaves: Sequence[Node], below: Sequence[Node] = ()) -> None:
-        """Forget dead nodes."""
         self.tree.keep(leaves, below)
 
 
@@ -128,7 +123,7 @@ class HeadReader(TreeReader):
         if not self._observed:
             return
         self._begun = True
-        target.bank.write_before(self._observed[-1][0, -1])
+        target.bank.write(torch.tensor([BEFORE], device=device), self._observed[-1][0, -1:])
         following, position = list(prompt[1:-1]), 0
         for features_1TF in self._observed:
             tokens = following[position : position + features_1TF.shape[1]]
@@ -142,7 +137,6 @@ class HeadReader(TreeReader):
 
     @property
     def tree(self) -> SlotTree:
-        """The entries that the head has read."""
         return self._tree
 
     def read(self, nodes: Sequence[Node]) -> None:

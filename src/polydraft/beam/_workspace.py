@@ -80,16 +80,10 @@ class FeatureBank:
             self.values_NF[: len(kept_NF)] = kept_NF
 
     def write(self, rows_T: Tensor, features_TF: Tensor) -> None:
-        """Write features to claimed rows."""
+        """Write features to claimed rows, or to that of what precedes the tree."""
         if self.values_NF is None:
             self.values_NF = self._made(features_TF, self._needed)
         self.values_NF.index_copy_(0, rows_T, features_TF)
-
-    def write_before(self, features_F: Tensor) -> None:
-        """Write the features of what precedes the tree."""
-        if self.values_NF is None:
-            self.values_NF = self._made(features_F[None], self._needed)
-        self.values_NF[BEFORE] = features_F
 
     def drop(self, nodes: Sequence[Node]) -> None:
         """Forget nodes; the next `keep` frees their rows."""

@@ -19,6 +19,7 @@ from polydraft.errors import UsageError, unknown_name
 from polydraft.models import Head, LanguageModel, check_prompts
 from polydraft.models.translation import refuse_translated
 from polydraft.sampling import SamplingParams
+from polydraft.sampling.categorical import row_generator
 
 _GREEDY, _PLAIN = SamplingParams(temperature=0.0), SamplingParams()
 _MOST_SPARE = 2
@@ -116,7 +117,7 @@ class BeamDecoder:
         params = self.decoder.with_defaults(params, token_ids, draws=beam.mode == BeamMode.SAMPLE).ending(ends)
         check_prompts([token_ids], target.max_positions, target.vocab_size)
         seed = request.seeds(rows)[row]
-        generator = torch.Generator().manual_seed(seed % 2**32)
+        generator = row_generator(seed)
         run = self._run(
             BeamRequest(
                 target=target,

@@ -123,19 +123,11 @@ class BeamStream(Iterator[TokenEvent]):
         settings: dict[str, Any],
         cancel: threading.Event | None = None,
     ) -> None:
-        self.settings = settings
+        self.settings, self.stats = settings, run.stats
         self._run, self._tokenizer, self._assembler, self._cancel = run, tokenizer, assembler, cancel
         self._queue: deque[TokenEvent] = deque()
         self._sent = 0
         self._finished = False
-
-    @property
-    def stats(self) -> Stats:
-        """Statistics so far."""
-        return self._run.stats
-
-    def __iter__(self) -> "BeamStream":
-        return self
 
     def __next__(self) -> TokenEvent:
         while not self._queue:

@@ -108,7 +108,7 @@ class Builder(ByRow, ABC):
 
     def resolve_walk(self, name: str) -> Walk:
         """Return the walk that verifies the trees; `name` is what the user asked for, possibly ``"auto"``."""
-        # Only a scheme that was asked for by name is held against a walk that was: at temperature 0 it is another one.
+        # A walk that does not fit is refused only if the user named the scheme as well: at temperature 0 it is another one.
         return resolve_walk(name, self.scheme, insist=self.asked_scheme == self.scheme.name)
 
     def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:

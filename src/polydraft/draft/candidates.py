@@ -86,9 +86,9 @@ def best(values_BX: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 
 def total(table_RC: Tensor) -> Tensor:
-    """Add up each row of float64 numbers below a million, to the same bits whatever its order, its padding and its company.
+    """Sum each row of float64 numbers below a million; order, padding and other rows change no bit of the result.
 
-    Rounded to a fixed number of binary places, they are added without any rounding.
+    The numbers are rounded to a fixed number of binary places first, so that the sum itself needs no rounding.
     """
     return (table_RC * _FIXED_POINT).round().sum(-1) / _FIXED_POINT
 

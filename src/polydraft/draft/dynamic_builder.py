@@ -9,13 +9,13 @@ References
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from polydraft.draft.builder import DistributionBuilder, DraftDistributions
 from polydraft.draft.candidates import (
+    Front,
     Level,
     best,
     best_children,
@@ -35,14 +35,6 @@ from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.trees import DraftTree, DynamicShape
 from polydraft.verify import SCHEMES, Scheme
 from polydraft.verify.weights import largest
-
-
-@dataclass(frozen=True, eq=False)
-class _Kept:
-    """Which candidates of all levels make the tree."""
-
-    keep_BC: Tensor
-    counts_B: Tensor
 
 
 class Candidates(ABC):
@@ -83,8 +75,8 @@ class Candidates(ABC):
         """Say which rows have room for another level."""
 
     @abstractmethod
-    def kept(self, growing: Growing) -> _Kept:
-        """Say which candidates make the tree."""
+    def kept(self, growing: Growing) -> tuple[Tensor, Tensor]:
+        """Return which candidates of all levels make the tree, and how many they are."""
 
     def dressed(self, grown: Grown) -> DraftTree:
         """Return the tree with the distributions that it was drawn from."""
@@ -105,12 +97,12 @@ class Likeliest(Candidates):
     scheme = SCHEMES.get("top")()
 
     def width(self, depth: int) -> int:
-        """Take as many as the shape says further."""
+        """Return the shape's beam."""
         return self.shape.beam
 
     @property
     def branch(self) -> int:
-        """As the shape says."""
+        """Return the shape's limit."""
         return self.shape.branch
 
     def children(self, growing: Growing, logits_BWV: Tensor, uniforms_BU: Tensor) -> tuple[Level, Tensor | None]:
@@ -130,13 +122,13 @@ class Likeliest(Candidates):
         """Better candidates replace others."""
         return torch.ones(len(growing.scores_BW), dtype=torch.bool)
 
-    def kept(self, growing: Growing) -> _Kept:
+    def kept(self, growing: Growing) -> tuple[Tensor, Tensor]:
         """Keep the likeliest, as many as pay."""
         scores_BC = growing.scores_BC
         best_BM, index_BM = best(scores_BC, self.shape.nodes - 1)
         counts_B = torch.minimum(self.policy.counts(best_BM.exp()), (best_BM > -torch.inf).sum(-1))
         chosen_BM = torch.arange(best_BM.shape[1]) < counts_B[:, None]
-        return _Kept(torch.zeros_like(scores_BC, dtype=torch.bool).scatter_(1, index_BM, chosen_BM), counts_B)
+        return torch.zeros_like(scores_BC, dtype=torch.bool).scatter_(1, index_BM, chosen_BM), counts_B
 
 
 class Drawn(Candidates):
@@ -202,10 +194,10 @@ class Drawn(Candidates):
         """Stop where the tree is full: what was drawn stays."""
         return self._nodes(growing) < self.shape.nodes - 1
 
-    def kept(self, growing: Growing) -> _Kept:
+    def kept(self, growing: Growing) -> tuple[Tensor, Tensor]:
         """Keep all that was drawn."""
         keep_BC = growing.tokens_BC != NO_TOKEN
-        return _Kept(keep_BC, keep_BC.sum(-1))
+        return keep_BC, keep_BC.sum(-1)
 
     def dressed(self, grown: Grown) -> DraftTree:
         """Add a distribution for each level."""
@@ -307,7 +299,7 @@ class DynamicBuilder(DistributionBuilder):
         growing.levels.append(level.masked(going_B))
         levels_B = going_B.long()
         while len(growing.levels) < self.depth:
-            front = growing.next_front(candidates.width(len(growing.levels)))
+            front = Front.of(growing.levels[-1], candidates.width(len(growing.levels)))
             mass_B = front.mass_B
             going_B = going_B & self.policy.wants_level(mass_B, len(growing.levels)) & candidates.room(growing)
             if self._decision is not None:
@@ -326,14 +318,14 @@ class DynamicBuilder(DistributionBuilder):
 
     def _tree(self, growing: Growing, levels_B: Tensor) -> DraftTree:
         """Make the tree of the candidates that are kept, and plan with it."""
-        kept = self._candidates.kept(growing)
+        keep_BC, counts_B = self._candidates.kept(growing)
         # The number of levels is the batch's: more of them must not change a row's sum, which its policy learns from.
-        expected_B = total(growing.scores_BC.exp().where(kept.keep_BC, 0.0))
-        self.policy.plan(expected_B.tolist(), kept.counts_B.tolist(), levels_B.tolist())
-        most = int(kept.counts_B.max())
+        expected_B = total(growing.scores_BC.exp().where(keep_BC, 0.0))
+        self.policy.plan(expected_B.tolist(), counts_B.tolist(), levels_B.tolist())
+        most = int(counts_B.max())
         if most == 0:
             return self._bare(growing.root_B)
-        self._grown = growing.tree(kept.keep_BC, most, self._candidates.branch, self.depth)
+        self._grown = growing.tree(keep_BC, most, self._candidates.branch, self.depth)
         return self._candidates.dressed(self._grown)
 
     def _bare(self, root_B: Tensor) -> DraftTree:

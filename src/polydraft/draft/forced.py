@@ -12,7 +12,7 @@ from polydraft.draft.gram_options import GramTreeOptions, RiderOptions
 from polydraft.draft.grams import GramTree
 from polydraft.draft.tree_drafter import Combination, TreeDrafter
 from polydraft.ngrams import GramCache, GramMemory
-from polydraft.ngrams.cache import Match, Way
+from polydraft.ngrams.cache import Way
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.grammar import GrammarProcessor
 from polydraft.sampling.processing import grammars_of
@@ -40,21 +40,14 @@ class _ForcedMemory(GramMemory):
         self.reset()
 
     def reset(self) -> None:
-        """Forget the text."""
         self._text: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Add tokens to the text."""
         self._text.extend(tokens)
 
     def expect(self, params: SamplingParams) -> None:
         """Follow the text's grammar, if it has one."""
         self._grammar = next(grammars_of(params), None)
-
-    def matches(self, count: int, length: int) -> list[Match]:
-        """Return the forced tokens."""
-        forced = self.end()[:length]
-        return [Match(len(forced), forced)] if forced else []
 
     def end(self) -> tuple[int, ...]:
         """Return what is forced after the text."""

@@ -250,8 +250,8 @@ class TrieBuilder(Builder):
     Depth and random numbers of a round are the same whatever is proposed, so that a row's text does not depend on its
     neighbours; the number of nodes follows what is proposed, as a pass costs by its tokens.
 
-    A round that needs the host's trie cannot be launched ahead. So, where all that there is are predictions, a row sleeps while
-    its own promises too little. That is judged by the text that is known one round early, launched ahead or not.
+    A round that needs the host's trie cannot be launched ahead. So a row that has nothing but a prediction sleeps while that
+    promises too little. This is judged by the text of one round earlier, whether or not the round is launched ahead.
     """
 
     elastic = True

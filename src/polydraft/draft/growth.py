@@ -64,10 +64,6 @@ class Growing:
         """Tokens from below the root to each of them."""
         self._visible_BWU = torch.ones(len(root_B), 1, passes.lead + 1, dtype=torch.bool, device=root_B.device)
 
-    def next_front(self, width: int) -> Front:
-        """Return the best candidates of the last level."""
-        return Front.of(self.levels[-1], width)
-
     def pass_on(self, front: Front) -> Block:
         """Let a front get children next; return what its nodes see in their pass."""
         self.fronts.append(front)
@@ -200,7 +196,7 @@ def grow_likeliest(
     growing, logits_BWV = Growing(root_B, passes, torch.float32), logits_B1V
     for depth in range(shape.depth):
         if depth:
-            front = growing.next_front(shape.beam)
+            front = Front.of(growing.levels[-1], shape.beam)
             logits_BWV = expand(front.tokens_BW, front.parents_BW, growing.pass_on(front))
         level = best_children(
             growing.scores_BW, distributions.probs(logits_BWV, growing.paths_BWP), shape.branch, shape.nodes - 1

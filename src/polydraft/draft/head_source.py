@@ -9,6 +9,7 @@ from polydraft.devices import can_sync
 from polydraft.draft.policy import LONGEST_REST
 from polydraft.draft.source import DistributionSource
 from polydraft.models import Context, Head
+from polydraft.models.heads.head_context import keep_entries, take_roots
 from polydraft.models.heads.parallel_head import ParallelContext, ParallelHead
 from polydraft.models.language_model import Observer
 from polydraft.models.memory import NO_TEXT, common_prefix
@@ -171,7 +172,7 @@ class HeadSource(DistributionSource):
     def _read_fresh(self) -> Tensor:
         """Read the fresh entries, commit all but the root's, and return the output of that."""
         outputs_BWH = self._context.read(self._tokens_BW, self._fused_fresh(), self._fresh_block(len(self._tokens_BW)))
-        return self._context.take_roots(outputs_BWH, self._fresh_B)
+        return take_roots(outputs_BWH, self._fresh_B, self._context.lengths_B)
 
     def _fresh_block(self, rows: int) -> Block:
         if not self._captured:
@@ -201,8 +202,8 @@ class HeadSource(DistributionSource):
         """Keep the root's entry; what follows it is read again, with the target's features, in the next round that drafts."""
         self._skipped = False
         if self._captured and self._features_BWF is not None and self._lone_B is None:
-            kept = self._tokens_BW, self._features_BWF, self._fresh_B
-            self._context.keep_entries(verdict.tokens_BD, verdict.path_BD, keep_B, features_BNF, kept)
+            kept, lengths_B = (self._tokens_BW, self._features_BWF, self._fresh_B), self._context.lengths_B
+            keep_entries(verdict.tokens_BD, verdict.path_BD, keep_B, features_BNF, lengths_B, kept)
             return
         root_B = (keep_B > 0).long()
         self._context.advance(root_B if self._lone_B is None else root_B * ~self._lone_B)
@@ -224,8 +225,8 @@ class HeadSource(DistributionSource):
         return tokens_BW, features_BNF.gather(1, path_BW[..., None].expand(-1, -1, features_BNF.shape[-1]))
 
     def skip(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
-        """Let a round's entries, `keep_B` of them, wait behind those that wait already: several where n-grams were accepted."""
-        assert self._features_BWF is not None and self._lone_B is None, "a first round asks for the root, if for nothing else"
+        """Queue the `keep_B` entries of a round behind those that wait already; n-grams may have brought several."""
+        assert self._features_BWF is not None and self._lone_B is None, "a first round always asks for the root"
         self._skipped, self._skips = True, self._skips + 1
         self._waiting.append((*self._accepted(verdict, keep_B, features_BNF), keep_B))
 

@@ -46,7 +46,7 @@ class Belief:
     most_rate: float
     """Upper limit of that first belief."""
     growth: float
-    """Tokens that a level brings for each of the level above."""
+    """Tokens that a level brings per token of the level above."""
     front: int
     """Nodes that a level needs, roughly, to be worth its draft pass. Their cost is taken off what a level is assumed to bring.
 
@@ -125,7 +125,7 @@ class Load:
     first_rate: float
     """The same, as believed before the first round."""
     growth: float
-    """Tokens that a level of a fair draft brings for each of the level above, once its nodes are paid for."""
+    """Tokens that a level of a fair draft brings per token of the level above, once its nodes are paid for."""
     chain: bool
     """Whether levels have one node each, see `Belief.front`."""
 
@@ -136,7 +136,7 @@ class Load:
         passes = [costs.tree_pass(rows * (count + 1)) / plain for count in range(nodes)]
         level, overhead = costs.draft_level * rows / plain, costs.overhead * rows / plain
         fitting = [one for one in belief.typical if one[0] <= nodes] or [belief.typical[0]]
-        # In the order of `Costs.of_round`: of a single row the figures must have its very bits.
+        # Added up in the order of `speedup`: for a single row the figures must have the same bits.
         rate = max(tokens / (level * levels + passes[count - 1] + overhead) for count, levels, tokens in fitting)
         price = _FURTHER * (passes[min(belief.front, nodes) - 1] - passes[0])
         growth = max(belief.growth - price, _LEAST_GROWTH)

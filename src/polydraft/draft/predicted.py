@@ -14,10 +14,9 @@ from polydraft.draft.tree_drafter import Combination, TreeDrafter
 from polydraft.errors import UsageError
 from polydraft.ngrams.prediction import PREDICTION, PredictionCache
 
-_LENGTH = 64
-"""Most candidates of a round: a correct prediction continues for long. Each round decides how many of them pay."""
-PLACES = _LENGTH
-"""Further places in the target's memory that a round needs."""
+PLACES = 64
+"""Most candidates of a round, each with a place in the target's memory: a correct prediction goes on for long. Each round
+decides how many of them pay."""
 _BELIEF = dataclasses.replace(FAIR, typical=((9, 1, 7.0), (17, 1, 12.0), (33, 1, 20.0)), most_rate=2.0)
 """Callers predict what they expect: a prediction is mostly right."""
 
@@ -58,6 +57,6 @@ def _predicting(grams: GramTree | None, costs: Costs | None) -> GramTree:
     """Return n-grams that look into the prediction before all other caches."""
     if grams is None:
         grams = GramTree(PREDICTION, (), GramTreeOptions(riders=RiderOptions(branches=0)), costs=costs)
-    options = dataclasses.replace(grams.options, nodes=max(grams.options.nodes or 0, _LENGTH), depth=_LENGTH)
+    options = dataclasses.replace(grams.options, nodes=max(grams.options.nodes or 0, PLACES), depth=PLACES)
     caches = (PredictionCache(), *grams.caches)
     return GramTree(grams.name, caches, options, pauses=True, costs=costs or grams.costs, belief=_BELIEF, added=True)

@@ -36,10 +36,6 @@ class Costs:
         check_number("draft_level", self.draft_level, 0)
         check_number("overhead", self.overhead, 0)
 
-    def of_round(self, levels: int, nodes: int) -> float:
-        """Cost of drafting `levels` levels and verifying a tree of `nodes` nodes, the root included."""
-        return self.draft_level * levels + self.tree_pass(nodes) + self.overhead
-
 
 def speedup(tokens: float, levels: int, nodes: int, costs: Costs) -> float:
     """Speed-up over plain decoding: tokens per round over the cost of the round.
@@ -56,7 +52,7 @@ def speedup(tokens: float, levels: int, nodes: int, costs: Costs) -> float:
     check_number("tokens", tokens, 1)
     check_number("levels", levels, 0, whole=True)
     check_number("nodes", nodes, 1, whole=True)
-    return tokens / costs.of_round(levels, nodes)
+    return tokens / (costs.draft_level * levels + costs.tree_pass(nodes) + costs.overhead)
 
 
 def cost_curve(measured: Mapping[int, float]) -> CostCurve:

@@ -157,11 +157,6 @@ class StaticBuilder(DistributionBuilder):
         return self._whole_plan
 
     @property
-    def levels(self) -> tuple[LevelPlan, ...]:
-        """Those of them that draw."""
-        return self.plan.levels
-
-    @property
     def num_uniforms(self) -> int:
         """One per candidate."""
         return self.next_tree.num_nodes - 1
@@ -173,9 +168,9 @@ class StaticBuilder(DistributionBuilder):
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Pass each level through the source and draw the next one."""
-        tokens_BN = self.plant(tail_B2[:, 1])
-        features_BWF = self.source.root(tail_B2) if self.levels or self.reads_along else None
-        for level in self.levels:
+        tokens_BN, levels = self.plant(tail_B2[:, 1]), self.plan.levels
+        features_BWF = self.source.root(tail_B2) if levels or self.reads_along else None
+        for level in levels:
             if level.first > 0:
                 tokens_BW, block = tokens_BN[:, level.first : level.stop], level.block.expand(len(tokens_BN))
                 features_BWF = self.source.expand(tokens_BW, level.parents_T, block)

@@ -235,6 +235,8 @@ _register("dynamic-head", Head, dynamic=True)
 
 AUTO = "auto"
 NONE = "none"
+_LISTING = {"self-draft", "ngram", "corpus"}
+"""Drafters whose caches list whole continuations."""
 
 
 def split_drafter(name: str) -> tuple[list[str], str | None]:
@@ -268,9 +270,9 @@ def check_drafter(name: str, walk: str) -> None:
 
 
 def check_flat_blocks(name: str) -> None:
-    """Refuse a drafter that has candidates other than n-grams, or none of these."""
-    if name == AUTO or split_drafter(name)[1] is not None:
-        raise UsageError(f"flat-blocks cannot verify drafter {name!r}; allowed: n-gram drafters alone, such as self-draft")
+    """Refuse drafters that ask other caches than Self-Draft does."""
+    if name == AUTO or not _LISTING.issuperset(name.split("+")):
+        raise UsageError(f"flat-blocks cannot verify drafter {name!r}; allowed: self-draft, ngram, corpus, or some joined by +")
 
 
 def needs_draft(name: str) -> bool:

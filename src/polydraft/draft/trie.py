@@ -27,11 +27,11 @@ STEPS = (0, 4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64)
 FEW_STEPS = (0, 8, 24, 64)
 """The same where tokens cost little and preparing much: on a GPU, which captures a round of every size."""
 _FURTHER = 16
-"""By so many candidates larger rounds differ."""
+"""Step between the sizes of larger rounds."""
 _FILLING = 0.25
-"""Places of a pass that would stay empty are filled with candidates whose chance is at least this part of the usual minimum."""
+"""Candidates that fill empty places of a pass need only this fraction of the usual minimum chance."""
 _UNSEEN = 0.5
-"""Children that were not looked up yet are assumed to have this part of their parent's chance. Looking up takes most of the
+"""Children that were not looked up yet are assumed to have this fraction of their parent's chance: looking up takes most of the
 time, and most nodes never need it."""
 
 
@@ -140,7 +140,7 @@ class Limits:
     width: int
     """Most tokens that each memory is asked for at a node."""
     least: float
-    """Least chance that a candidate is reached and right; below it, it costs more in the pass than it yields."""
+    """A candidate less likely than this to be reached and right costs more in the pass than it yields."""
     ladder: Ladder | None = None
     """Sizes that a round is filled up to, once it is begun; every number of candidates is one if none are given."""
 
@@ -162,8 +162,8 @@ def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits
     """
     trie = TokenTrie(root)
     filling = limits.least * _FILLING
-    # Falling chance; then the order in which they were found. Of each: parent, token, and who proposed it; no token where
-    # the children of a node are yet to be found.
+    # Minus the chance, the order of discovery, parent, token, and who proposed it. The token is None where the children of
+    # the node are yet to be found.
     waiting: list[tuple[float, int, int, int | None, str]] = [(-1.0, 0, 0, None, "")]
     places: list[list[Any] | None] = [[memory.end() for memory in memories]]
     found, room = 0, 0
@@ -191,7 +191,7 @@ def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits
 
 
 def _place(trie: TokenTrie, memories: Sequence[GramMemory], places: list[list[Any] | None], node: int) -> list[Any]:
-    """Return where the memories stand at a node, whose parent has been asked before."""
+    """Return the memories' places at a node; those of its parent must be known."""
     known = places[node]
     if known is None:
         before, token = places[trie.parents[node]], trie.tokens[node]
@@ -223,7 +223,7 @@ def _chance(way: tuple[int, tuple[float, str]]) -> float:
 def as_draft_tree(tries: Sequence[TokenTrie], size: int, depth: int, device: torch.device) -> DraftTree:
     """Turn tries into one tree per row, padded to `size` nodes.
 
-    Padding is children of the root that no table names: a walk never gets there.
+    Padding nodes hang below the root, but no table lists them, so no walk reaches them.
 
     Parameters
     ----------

@@ -14,7 +14,7 @@ from polydraft.draft.forced import with_forced
 from polydraft.draft.predicted import with_prediction
 from polydraft.engine.loop import Engine
 from polydraft.engine.request import Options, Request, rows_of, token_ids
-from polydraft.engine.sequence import Generation, SequenceOptions, TokenSequence, is_steady
+from polydraft.engine.sequence import Generation, SequenceOptions, TokenSequence
 from polydraft.engine.stream import Stream
 from polydraft.engine.text import TextAssembler
 from polydraft.engine.warm_up import USUAL_LENGTH, groups_to_read, rehearse
@@ -239,7 +239,7 @@ class Decoder:
         grammar : GrammarProcessor, optional
             Keeps it to a grammar; it comes after all other processors.
         seeded, follows_load : bool
-            Whether the seed was asked for, and whether trees may follow the load, see `is_steady`.
+            Whether the seed was asked for, and whether trees may follow the load.
         **options
             Other fields of `TokenSequence`.
         """
@@ -252,7 +252,8 @@ class Decoder:
             generator=row_generator(seed),
             max_new_tokens=max_new_tokens,
             assembler=self.assembler(stop, markers),
-            steady=is_steady(params, seeded=seeded, follows_load=follows_load),
+            # A seed's text depends on its trees, except at temperature 0, where the likeliest token is the same with any tree.
+            steady=not follows_load or (seeded and params.temperature > 0),
             **options,
         )
 

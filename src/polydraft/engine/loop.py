@@ -218,7 +218,8 @@ class Engine:
                 wishes=wishes,
             )
             self.workspace.activate(active)
-            self.workspace.watch(any(one is not None and (one.traced or one.top_logprobs is not None) for one in self.slots))
+            at_work = [one for one in self.slots if one is not None]
+            self.workspace.begun.watched = any(one.traced or one.top_logprobs is not None for one in at_work)
         self.walk = self._chosen_walk()
 
     def _end_read(self) -> list[Emitted]:

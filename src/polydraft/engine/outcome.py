@@ -39,10 +39,6 @@ class Outcome:
     depth: int
     """Of the trees: as many tokens, and one more."""
 
-    def reporting(self, report_BX: Tensor | None) -> "Outcome":
-        """Append the session's report."""
-        return self if report_BX is None else Outcome(torch.cat([self.packed_BX, report_BX], dim=1), self.depth)
-
     def rows(self) -> tuple[list[RowOutcome], list[list[int]]]:
         """Return the outcome row by row, and the session's reports; the tensor must have arrived on the host."""
         stop, told = self.depth + 1, self.depth + len(RowOutcome._fields)

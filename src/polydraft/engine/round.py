@@ -99,7 +99,7 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
         if state.watched:
             path_BDF = verdict.path_BD[..., None].expand(-1, -1, features_BNF.shape[-1])
             state.path_features_BDF, state.tree = features_BNF.gather(1, path_BDF), candidates
-        return outcome.reporting(report_BX)
+        return outcome if report_BX is None else Outcome(torch.cat([outcome.packed_BX, report_BX], dim=1), outcome.depth)
 
 
 def distributions(state: State, features_BNF: Tensor, likely: bool = False) -> TargetDistributions:

@@ -81,23 +81,6 @@ class Emitted:
     """Its candidates, where they were asked for: parent and token of each, the root first."""
 
 
-def is_steady(params: SamplingParams, *, seeded: bool, follows_load: bool) -> bool:
-    """Whether a text must have the same trees however many others are at work.
-
-    Above temperature 0 the text of a seed depends on its trees. At temperature 0 the likeliest token is the likeliest whatever
-    was drafted, so trees may change with the load.
-
-    Parameters
-    ----------
-    params : SamplingParams
-    seeded : bool
-        Whether the caller set a seed.
-    follows_load : bool
-        Whether trees may follow the load at all.
-    """
-    return not follows_load or (seeded and params.temperature > 0)
-
-
 class SequenceOptions(TypedDict, total=False):
     """Fields of a `TokenSequence` that few callers set."""
 

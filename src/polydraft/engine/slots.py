@@ -39,7 +39,7 @@ class Slots:
 
     @property
     def recalls(self) -> bool:
-        """Whether memories hold nothing of a slot's last text when the next one comes, but what is known of its own."""
+        """Whether a new text finds the known part of its own beginning in its slot, and nothing of the slot's last text."""
         return self._prefixes is not None
 
     @property
@@ -86,9 +86,9 @@ class Slots:
         return slot, sequence.cached
 
     def awaits(self, sequence: TokenSequence) -> bool:
-        """Whether a waiting text should let another one read on: it will leave more of this text's prompt than is known now.
+        """Whether to wait until another text is read, because more of this text's prompt is known then.
 
-        Its own prompt must not be much longer than what they share, or reading it side by side takes less time.
+        If the other prompt is much longer than what they share, reading both side by side takes less time.
         """
         if self._prefixes is None or sequence.space is None:
             return False
@@ -114,7 +114,9 @@ class Slots:
         """Have about as many slots as there are texts; return those that are new, and whether their number has changed."""
         before, rows = len(self.sequences), self.most  # the last run may have left fewer
         if self._elastic:
-            self._drop_unread()
+            for slot in [slot for slot in self.known if slot in self.free()]:  # cancelled while their prompts were read
+                self.vacate(slot)
+                del self.known[slot]
             running = [slot for slot, one in enumerate(self.sequences) if one is not None and not one.done]
             rows = self._workspace.size_for(min(max(len(running) + len(waiting), 1), self.most))
             if rows < before:
@@ -128,12 +130,6 @@ class Slots:
         self._workspace.have_rows(rows)
         return range(before, rows), True
 
-    def _drop_unread(self) -> None:
-        """Empty slots whose texts were cancelled while their prompts were read."""
-        for slot in [slot for slot in self.known if slot in self.free()]:
-            self.vacate(slot)
-            del self.known[slot]
-
     def _gathered(self, rows: int, running: Sequence[int], left: int) -> int:
         """Move texts at work to the first slots, if they can move and it pays; return how many slots there must be."""
         stay, go = [slot for slot in running if slot < rows], [slot for slot in running if slot >= rows]
@@ -141,19 +137,13 @@ class Slots:
         can_move = pays and not self.known and self._workspace.session.movable
         if (go and not can_move) or (captured and not pays):
             return len(self.sequences) if captured else go[-1] + 1
-        targets = sorted(set(range(rows)).difference(stay), key=self._length)  # a swap copies the longer text
+        lengths = [0 if one is None else len(one.tokens) for one in self.sequences]
+        targets = sorted(set(range(rows)).difference(stay), key=lengths.__getitem__)  # a swap copies the longer text
         for source, target in zip(go, targets, strict=False):
-            self._swap(target, source)
+            self._workspace.trade_rows(target, source)
+            self.sequences[target], self.sequences[source] = self.sequences[source], self.sequences[target]
             self.noise.swap_rows(target, source)
         return rows
-
-    def _swap(self, first: int, second: int) -> None:
-        self._workspace.trade_rows(first, second)
-        self.sequences[first], self.sequences[second] = self.sequences[second], self.sequences[first]
-
-    def _length(self, slot: int) -> int:
-        sequence = self.sequences[slot]
-        return 0 if sequence is None else len(sequence.tokens)
 
 
 def _sought(sequence: TokenSequence) -> Sequence[int]:

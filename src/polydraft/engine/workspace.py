@@ -27,7 +27,7 @@ from polydraft.verify import Walk
 _FEWER = 4
 """Each size of captured rounds has this many times fewer rows than the one before."""
 _PRACTISED = 8
-"""Rounds of some rows after which the next ones are hardly new."""
+"""Rounds with the same number of rows after which further ones rarely need a new capture."""
 _WORTH_A_MOVE, _WORTH_A_CAPTURE = 8, 32
 """Tokens left from which fewer rows pay: where rounds of that size have run before, and where they must be captured first."""
 
@@ -290,7 +290,7 @@ class Workspace:
     def clear(self, row: int) -> None:
         """Wipe what the memories hold in a row."""
         for context in self.contexts:
-            context.clear(row)
+            context.cache.clear(row)
 
     def path_logits(self, row: int, count: int) -> Tensor:
         """Return the target's own logits, `[count, V]`, of the first tokens that the last round brought a row."""
@@ -309,10 +309,6 @@ class Workspace:
         above_NN = tree.ancestors_BNN[row].tril(-1)
         parents = [max((node for node, is_above in enumerate(line) if is_above), default=-1) for line in above_NN.tolist()]
         return list(zip(parents, tree.tokens_BN[row].tolist(), strict=True))
-
-    def watch(self, paths: bool) -> None:
-        """Say whether rounds keep what `path_logits` needs; they are not captured then."""
-        self.begun.watched = paths
 
     def retire(self, texts: Sequence[Sequence[int]], active: Sequence[bool]) -> None:
         """Let ended rows idle: memories drop what was cut off at the end and grow no more."""

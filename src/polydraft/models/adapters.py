@@ -51,7 +51,7 @@ def _addresses(weights: Iterable[Any]) -> tuple[int, ...]:
 class Weights:
     """What a model computes with: its weights, and the layers in which adapters are.
 
-    Found once, as walking through all modules takes milliseconds; PEFT leaves word on the model when it puts another one on.
+    Found once, as walking through all modules takes milliseconds; PEFT notes on the model when it adds another adapter.
     """
 
     def __init__(self, model: Any) -> None:
@@ -96,7 +96,7 @@ def _adapters(model: Any) -> dict[str, Any]:
 
 
 def check_adapter(folder: str) -> None:
-    """Refuse, before a model is loaded, an adapter that surely cannot be."""
+    """Refuse an adapter that cannot work, before any model is loaded."""
     if importlib.util.find_spec("peft") is None:
         raise UsageError(f"adapter {folder!r} needs the package peft; get it with: pip install 'polydraft[adapters]'")
     if os.path.isdir(folder) and not Path(folder, _CONFIG).exists():
@@ -138,7 +138,9 @@ def with_adapter(model: Any, folder: str, name: str, **options: Any) -> Any:
         raise UsageError(
             f"adapter {folder!r} does not fit target {name!r} ({reason}); use the model that it was trained on"
         ) from None
-    _compare_names(folder, config.base_model_name_or_path, name)
+    trained_on = config.base_model_name_or_path
+    if trained_on and Path(trained_on).name.lower() != Path(name).name.lower():
+        logger.warning("adapter %s was trained on %s; its shapes fit %s, the rest is up to you", folder, trained_on, name)
     return merged
 
 
@@ -152,9 +154,3 @@ def _check_kind(name: str, config: Any) -> None:
         return
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     raise UsageError(f"adapter {name!r}, of kind {kind}, {what}, which trees cannot follow; use one that changes layers alone")
-
-
-def _compare_names(folder: str, trained_on: str | None, name: str) -> None:
-    """Say so if an adapter whose shapes fit was trained on a model of another name."""
-    if trained_on and Path(trained_on).name.lower() != Path(name).name.lower():
-        logger.warning("adapter %s was trained on %s; its shapes fit %s, the rest is up to you", folder, trained_on, name)

@@ -110,7 +110,7 @@ def _check(model: "HFModel", lengths: Sequence[int], tolerance: float, tree: str
         for row, text in enumerate(texts):
             own = slice(row * len(branches), (row + 1) * len(branches))
             stop = max(map(len, paths[own]))
-            expected_BTV[own, len(text) - 1 : stop] = _by_steps(model, paths[own], len(text) - 1)
+            expected_BTV[own, len(text) - 1 : stop] = _cached(model, paths[own], len(text) - 1)[:, 1:]
     size = len(tables.depths_N)
     block = Block(0, tables.depths_N.expand(len(texts), size), tables.ancestors_NN.expand(len(texts), size, size))
     try:
@@ -155,7 +155,7 @@ def _check_cached(model: "HFModel", text: list[int]) -> None:
     """Refuse a model whose own passes with a cache differ from those without: `generate` uses one, trees follow the other."""
     start = WINDOW - 2
     expected_TV = _plain(model, [text])[0, start - 1 :]
-    if _differ(expected_TV, torch.stack(_cached(model, text, start)), _EXACT):
+    if _differ(expected_TV, _cached(model, [text], start)[0], _EXACT):
         raise UsageError(
             f"model type {model.config.model_type!r} gives different logits with and without a cache (past its window, say), "
             f"so none of its texts can be called correct; docs/models.md lists what works"
@@ -166,7 +166,7 @@ def _check_alone(model: "HFModel", text: list[int]) -> None:
     """Refuse a recurrent model that reads a token alone by another formula than in a row: `generate` does both."""
     start = WINDOW - 2
     expected_TV = _plain(model, [text])[0, start:]
-    if _differ(expected_TV, _by_steps(model, [text], start)[0], _SAME_FORMULA):
+    if _differ(expected_TV, _cached(model, [text], start)[0, 1:], _SAME_FORMULA):
         raise UsageError(
             f"model type {model.config.model_type!r} has recurrent layers that read a token alone by another formula than in a "
             "row, so none of its texts can be called correct; if its configuration has a time_step_min, set it to 1e-12"
@@ -181,44 +181,29 @@ def _resumes(model: "HFModel", text: list[int]) -> bool:
     # After one token; fewer than a convolution is wide; more than a chunk.
     for start, stop in itertools.pairwise([0, 1, 3, 12, len(text)]):
         context.prefill([text[start:stop]], lambda *args: got.append(model.head(args[-1][0])))
-    return not _differ(_by_steps(model, [text], 1)[0], torch.cat(got)[1:].cpu(), _SAME_FORMULA)
+    return not _differ(_cached(model, [text], 1)[0, 1:], torch.cat(got)[1:].cpu(), _SAME_FORMULA)
 
 
-def _cached(model: "HFModel", text: list[int], start: int) -> list[Tensor]:
-    """Return the logits after the first `start` tokens, and after each one that follows, from the model with its own cache."""
-    cache, rows = None, []
-    argument = "past_key_values" if model.recurrence is None else model.recurrence.cache_argument
-    for first, last in [(0, start), *((place, place + 1) for place in range(start, len(text)))]:
-        tokens_BT = torch.tensor([text[first:last]], device=model.device)
-        options: dict[str, Any] = {argument: cache}
-        if model.takes_positions:
-            options["position_ids"] = torch.arange(first, last, device=model.device)[None]
-        outputs = model.hf_model(input_ids=tokens_BT, use_cache=True, **options)
-        cache = outputs[argument]
-        rows.append(outputs.logits[0, -1].cpu())
-    return rows
+def _cached(model: "HFModel", paths: Sequence[Sequence[int]], start: int) -> Tensor:
+    """Return logits `[B, T, V]` after the first `start` tokens and each one that follows, read with the model's own cache.
 
-
-def _by_steps(model: "HFModel", paths: Sequence[Sequence[int]], start: int) -> Tensor:
-    """Return logits `[B, T, V]` of texts after the tokens from `start` on, read one by one as `generate` does.
-
-    Recurrent layers compute a token alone by another formula than a text in a row.
+    So `generate` reads. Recurrent layers compute a token alone by another formula than a text in a row.
     """
-    assert model.recurrence is not None
+    argument = "past_key_values" if model.recurrence is None else model.recurrence.cache_argument
     longest = max(map(len, paths))
     tokens_BT = torch.tensor([[*path, *[5] * (longest - len(path))] for path in paths], device=model.device)
-    places_1T = torch.arange(longest, device=model.device)[None]
+    places_BT = torch.arange(longest, device=model.device).expand_as(tokens_BT)
     cache: Any = None
     rows = []
     with torch.no_grad():
         for first, last in [(0, start), *((place, place + 1) for place in range(start, longest))]:
-            options = {model.recurrence.cache_argument: cache}
+            options = {argument: cache}
             if model.takes_positions:  # as `generate` does; Bamba counts from 0 otherwise
-                options["position_ids"] = places_1T[:, first:last].expand(len(paths), -1)
+                options["position_ids"] = places_BT[:, first:last]
             outputs = model.hf_model(input_ids=tokens_BT[:, first:last], use_cache=True, **options)
-            cache = outputs[model.recurrence.cache_argument]
+            cache = outputs[argument]
             rows.append(outputs.logits[:, -1].cpu())
-    return torch.stack(rows[1:], dim=1)
+    return torch.stack(rows, dim=1)
 
 
 def _try(twin: "HFModel") -> None:
@@ -226,7 +211,7 @@ def _try(twin: "HFModel") -> None:
     text = _texts(twin, [_PAST_WINDOWS])[0]
     logits_BTV = _plain(twin, [text])
     assert bool(logits_BTV.isfinite().all()) and float(logits_BTV.std()) > 0
-    _cached(twin, text, WINDOW)
+    _cached(twin, [text], WINDOW)
 
 
 def _texts(model: "HFModel", lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
@@ -239,7 +224,7 @@ def _texts(model: "HFModel", lengths: Sequence[int], seed: int = 0) -> list[list
 
 
 def _plain(model: "HFModel", texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return logits of texts by the model's own plain pass; what fills rows up is behind a causal model's back."""
+    """Return logits of texts by the model's own plain pass; padding at the end does not matter to a causal model."""
     longest = max(map(len, texts))
     rows = [[*text, *[5] * (longest - len(text))] for text in texts]
     return model.plain(torch.tensor(rows, device=model.device)).cpu()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from polydraft.errors import PolydraftError, UsageError, first_line
 from polydraft.models.adapters import Weights
-from polydraft.models.bodies import fast_body, kernel_obstacle, lean_body
+from polydraft.models.bodies import LeanBody, fast_body, kernel_obstacle, lean_body
 from polydraft.models.cache import SlotCache, stored_layers
 from polydraft.models.check import check_habits
 from polydraft.models.families import (
@@ -132,7 +132,7 @@ class HFModel(LanguageModel):
         self.recurrence = find_recurrence(model)
         """Its recurrent layers, if it has any."""
         self.resumes = False
-        """Whether these read on from a state by several tokens at once, as a twin shows; the scan of Mamba begins from none."""
+        """Whether these can go on from a state by several tokens at once, as a twin shows; Mamba's scan cannot."""
         if self.recurrence is not None:
             self.shape_obstacle = "its recurrent layers read a tree level by level, and only static trees have known levels"
         self.stored_layers: int | None = self.num_layers
@@ -151,7 +151,9 @@ class HFModel(LanguageModel):
         lean = lean and not self.adapted and self.spread is None and self._split_head and len(self.masks.kinds) == 1
         with torch.no_grad():
             self.lean = lean_body(model) if lean else None
-        self._body = self.lean or self._gpt_neo(model)
+        self._body: LeanBody | GPTNeoBody | None = self.lean
+        if self.config.model_type == GPT_NEO:
+            self._body = GPTNeoBody(model, self.spread if self._split_head else "its output head does not stand alone")
         # In float32 products run outside the matrix units: that must be asked for.
         self.fast = fast_body(self, self.dtype == torch.bfloat16 if invariant is None else invariant)
         """What runs whole passes in place of torch, if anything does."""
@@ -178,11 +180,6 @@ class HFModel(LanguageModel):
             self._choose_linears()
             self._weights = Weights(self.hf_model)
         return self._weights.mark()
-
-    def _gpt_neo(self, model: Any) -> GPTNeoBody | None:
-        if self.config.model_type != GPT_NEO:
-            return None
-        return GPTNeoBody(model, self.spread if self._split_head else "its output head does not stand alone")
 
     @property
     def invariant(self) -> bool:

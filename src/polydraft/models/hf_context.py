@@ -120,11 +120,6 @@ class HFContext(Context):
         kind = "reading", count, size, most, self.capacity, self.address
         return self.graphs.run(kind, function, brought(torch.tensor(padded), self.device))[0]
 
-    def copy_rows(self, other: "HFContext", copies: int) -> None:
-        """Become `copies` copies of each of another context's rows."""
-        self.rewind([length for length in other.lengths for _ in range(copies)])
-        self.cache.fill(other.cache, copies, max(other.lengths))
-
     def copy_slots(self, other: "HFContext", rows_BD: Tensor, source_BD: Tensor, target_BD: Tensor) -> None:
         """Copy what is stored in slots of another context's rows into slots of this one's."""
         self.cache.take(other.cache, rows_BD, source_BD, self._rows_B1, target_BD)

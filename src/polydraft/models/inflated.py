@@ -103,7 +103,8 @@ def inflate(small: Any, shape: BigShape) -> Any:
         big.to_empty(device=small.device)
         big.model.rotary_emb = type(big.model.rotary_emb)(config).to(small.device)  # its table was on no device
         _fill_with_noise(big)
-        _embed(big.model.embed_tokens.weight, small.model.embed_tokens.weight)
+        big.model.embed_tokens.weight.zero_()
+        big.model.embed_tokens.weight[:, : small.config.hidden_size] = small.model.embed_tokens.weight
         big.lm_head.weight[:, : small.config.hidden_size] = small.lm_head.weight
         _scale_norm(big.model.norm, small.model.norm)
         queries, keys = _places(small.config, shape, small.device)
@@ -171,7 +172,8 @@ def _fill_layer(big: Any, small: Any, queries: _Places, keys: _Places, head_size
     heads = attention.q_proj.weight.view(-1, head_size, attention.q_proj.in_features)
     heads[queries.heads_H[:, None], queries.idle(head_size)] = 0
     for name, places in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
-        _write(getattr(attention, name).weight, places.rows(head_size), getattr(source, name).weight[places.source_rows()])
+        weights = getattr(source, name).weight[places.source_rows()]
+        getattr(attention, name).weight[places.rows(head_size), :width] = weights
     columns = torch.zeros_like(attention.o_proj.weight[:width])
     columns[:, queries.rows(head_size)] = source.o_proj.weight[:, queries.source_rows()]
     attention.o_proj.weight[:width] = columns
@@ -181,18 +183,9 @@ def _fill_layer(big: Any, small: Any, queries: _Places, keys: _Places, head_size
     big.mlp.down_proj.weight[:width, :mlp_size] = small.mlp.down_proj.weight
 
 
-def _write(weight: Tensor, rows_R: Tensor, values_RX: Tensor) -> None:
-    weight[rows_R, : values_RX.shape[1]] = values_RX
-
-
 def _scale_norm(big: Any, small: Any) -> None:
     size = len(small.weight)
     big.weight[:size] = (small.weight.double() * math.sqrt(size / len(big.weight))).to(big.weight.dtype)
-
-
-def _embed(big: Tensor, small: Tensor) -> None:
-    big.zero_()
-    big[:, : small.shape[1]] = small
 
 
 def _fill_with_noise(big: Any) -> None:
@@ -279,8 +272,6 @@ class InflatedModel(HFModel):
     ----------
     shape : str
         One of `SHAPES`.
-    name : str, optional
-        ``"inflated:SHAPE:SOURCE"`` if not given.
     lean, native, invariant : bool
         As for `HFModel`.
     """
@@ -289,13 +280,12 @@ class InflatedModel(HFModel):
         self,
         small: HFModel,
         shape: str,
-        name: str | None = None,
         lean: bool = True,
         native: bool = True,
         invariant: bool | None = None,
     ) -> None:
         big = inflate(small.hf_model, SHAPES.get(shape))
-        super().__init__(big, name or f"{PREFIX}:{shape}:{small.name}", lean, native=native, invariant=invariant)
+        super().__init__(big, f"{PREFIX}:{shape}:{small.name}", lean, native=native, invariant=invariant)
         self.width = self.hidden_size
         """Hidden size of the large model."""
         self.hidden_size = small.hidden_size

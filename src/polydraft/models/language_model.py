@@ -12,7 +12,7 @@ from polydraft.devices import can_sync, captures
 from polydraft.errors import UsageError
 from polydraft.models.attention import steady_attention
 from polydraft.models.placing import Placed, place
-from polydraft.models.storage import Copies, Pieces, Storage, move_up
+from polydraft.models.storage import Pieces, Storage, move_up
 from polydraft.rows import ByRow
 from polydraft.sampling import PartialVocabulary
 from polydraft.transfers import assign, brought
@@ -66,11 +66,6 @@ class Rows(ByRow):
         if self.batch_size > len(self._numbers_B1):
             self._numbers_B1 = torch.arange(self.batch_size, device=self.device)[:, None]
         return self._numbers_B1[: self.batch_size]
-
-    @property
-    def all_rows(self) -> tuple[Tensor, Tensor]:
-        """Lengths and positions of all rows, at work or not."""
-        return self.every_row("lengths_B"), self.every_row("positions_BS")
 
     def new_row(self, name: str) -> Tensor | int:
         """Begin with no text, and each slot at its own position."""
@@ -134,7 +129,7 @@ class Context(Rows, ABC):
     ) -> None:
         super().__init__(batch_size, capacity, device)
         self.cache, self.max_positions = cache, max_positions
-        self._owner = owner
+        self.owner = owner
         self.places = 0
         """Most uncommitted tokens of a round, as its owner says."""
         self.span: int | None = None
@@ -291,27 +286,18 @@ class Context(Rows, ABC):
 
         What it holds is forgotten, but stays there: `cache.wipe` where that may be NaNs.
         """
-        if type(other) is not type(self) or other._owner is not self._owner or other.capacity < self.capacity:
+        if type(other) is not type(self) or other.owner is not self.owner or other.capacity < self.capacity:
             return False
         self.reserve(other.capacity)
         return self.cache.adopt(other.cache, self.batch_size)
-
-    @property
-    def owner(self) -> object:
-        """The model whose memory it is."""
-        return self._owner
 
     @property
     def portable(self) -> bool:
         """Whether committed text can be copied into rows of this and other memories of the model: slots are all there is."""
         return self.elastic and not self.borrows
 
-    def copied(self, row: int, start: int, stop: int) -> Copies:
-        """Return copies of what some committed tokens of a row have left."""
-        return self.cache.copied(row, start, stop)
-
     def paste(self, row: int, pieces: Pieces) -> None:
-        """Write such copies, and how many tokens of each, into the first slots of a row; the caller commits them."""
+        """Write copies of slots, and how many of each, into the first slots of a row; the caller commits them."""
         length = sum(count for _, count in pieces)
         self.reserve(length + self.places)
         self.cache.paste(row, pieces, self.batch_size)
@@ -326,14 +312,6 @@ class Context(Rows, ABC):
     def nbytes(self) -> int:
         """Bytes of storage, of rows at work or not."""
         return self.cache.nbytes
-
-    def clear(self, row: int) -> None:
-        """Overwrite what a row holds: it may be NaNs."""
-        self.cache.clear(row)
-
-    def wipe(self) -> None:
-        """Overwrite what all rows hold, at work or not."""
-        self.cache.wipe()
 
 
 class LanguageModel(ABC):

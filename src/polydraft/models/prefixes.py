@@ -81,7 +81,7 @@ class Prefixes:
             found = next((one for one in beside if one.tokens[: len(tokens)] == tokens), None)
             if found is None:
                 try:
-                    found = _Piece(tokens, context.copied(row, start, start + len(tokens)), piece)
+                    found = _Piece(tokens, context.cache.copied(row, start, start + len(tokens)), piece)
                 except torch.OutOfMemoryError:  # what rounds need comes first
                     self.clear()
                     return

@@ -28,7 +28,7 @@ class Spelling:
     """Tokens for bytes that SentencePiece uses only where it has no other token for a character."""
 
     def tokens(self) -> dict[bytes, int]:
-        """Return the token that a text has for some bytes, special ones left out."""
+        """Return the token that texts use for each byte string, special tokens left out."""
         found: dict[bytes, int] = {}
         special = set(self.special.values())
         for token, spelled in self.bytes_of.items():

@@ -1,7 +1,7 @@
 """N-gram caches: what followed the text's last tokens earlier, in the text or in a corpus."""
 
 from polydraft.models.heads.head_folder import tokenizer_fingerprint
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Match, Way
+from polydraft.ngrams.cache import GRAM_CACHES, ContinuationMemory, GramCache, GramMemory, GramOptions, Match, Way
 from polydraft.ngrams.context import ContextCache
 from polydraft.ngrams.corpus import SHIPPED_CORPORA, CorpusCache, load_corpus
 from polydraft.ngrams.lookup import LookupCache, SuffixCache
@@ -10,6 +10,7 @@ __all__ = [
     "GRAM_CACHES",
     "SHIPPED_CORPORA",
     "ContextCache",
+    "ContinuationMemory",
     "CorpusCache",
     "GramCache",
     "GramMemory",

@@ -104,10 +104,6 @@ class GramMemory(ABC):
         """Forget the text and everything learnt."""
 
     @abstractmethod
-    def matches(self, count: int, length: int) -> list[Match]:
-        """Return up to `count` different continuations of the text, best first, each of 1 to `length` tokens."""
-
-    @abstractmethod
     def end(self) -> Any:
         """Return the place of the text's end."""
 
@@ -118,6 +114,14 @@ class GramMemory(ABC):
     @abstractmethod
     def ways(self, place: Any, width: int) -> Sequence[Way]:
         """Return up to `width` possible next tokens at a place with their probabilities, best matches first."""
+
+
+class ContinuationMemory(GramMemory):
+    """A memory that also lists whole continuations, as Self-Draft's rule wants them."""
+
+    @abstractmethod
+    def matches(self, count: int, length: int) -> list[Match]:
+        """Return up to `count` different continuations of the text, best first, each of 1 to `length` tokens."""
 
 
 _USUAL = GramOptions()
@@ -157,8 +161,6 @@ Step = tuple[float, int, int]
 """An edge from a node: its cost, at least 0 (minus the logarithm of its share, or its rank), token, and next node."""
 Steps = Callable[[int], Sequence[Step]]
 """`node -> edges`, cheapest first."""
-Rest = Callable[[int, int], Sequence[int] | None]
-"""`(node, depth) -> tokens`: the whole path through a node at this depth if only one is possible, else None."""
 
 _BY_MATCH = (
     (0.25, 0.06, 0.05, 0.03),
@@ -217,20 +219,16 @@ class Distinct:
         self.matches.append(Match(prefix, kept))
 
 
-def best_paths(root: int, steps: Steps, length: int, rest: Rest | None = None) -> Iterator[Sequence[int]]:
+def best_paths(root: int, steps: Steps, length: int) -> Iterator[Sequence[int]]:
     """Yield different paths of up to `length` tokens: the greedy one, then those that branch off at the least cost.
 
-    A path is greedy after it has branched off, so each costs at most `length` calls of `steps`, and far fewer where `rest`
-    knows the remainder.
+    A path is greedy after it has branched off, so each costs at most `length` calls of `steps`.
     """
     order = count()  # between equal costs the earlier one goes first
     open_paths: list[tuple[float, int, tuple[int, ...], int]] = [(0.0, next(order), (), root)]
     while open_paths:
         cost, _, tokens, node = heappop(open_paths)
         while len(tokens) < length:
-            if rest and tokens and (whole := rest(node, len(tokens))):
-                yield whole
-                break
             ways = steps(node)
             if not ways:
                 if tokens:

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
-from polydraft.ngrams.cache import GRAM_CACHES, Distinct, GramCache, GramMemory, GramOptions, Match, Way, match_chance
+from polydraft.ngrams.cache import GRAM_CACHES, ContinuationMemory, Distinct, GramCache, GramOptions, Match, Way, match_chance
 
 Gram = tuple[int, ...]
 Found = tuple[int, Gram]
@@ -118,7 +118,7 @@ class GramTables:
         return continuation[:length]
 
 
-class _ContextMemory(GramMemory):
+class _ContextMemory(ContinuationMemory):
     """The text's last tokens, and the tables that they are looked up in."""
 
     def __init__(self, options: GramOptions, shared: GramTables | None) -> None:

@@ -19,9 +19,9 @@ import torch
 from polydraft.errors import UsageError
 from polydraft.ngrams.cache import (
     GRAM_CACHES,
+    ContinuationMemory,
     Distinct,
     GramCache,
-    GramMemory,
     GramOptions,
     Match,
     Step,
@@ -72,7 +72,7 @@ class _Known(dict[int, Found]):
         return found
 
 
-class _CorpusMemory(GramMemory):
+class _CorpusMemory(ContinuationMemory):
     """The text's last tokens, and the n-grams that they are looked up in."""
 
     def __init__(self, trie: GramTrie | None, ways: _Known[list[Way]], children: _Known[dict[int, int]]) -> None:

@@ -69,12 +69,9 @@ class _Level:
         places = np.minimum(np.searchsorted(self.keys, keys), self.size - 1)
         return np.where(self.keys[places] == keys, places, ABSENT)
 
-    def at_least(self, count: int) -> "_Level":
-        return self._only(self.counts >= count)
-
     def most_frequent(self, most: int) -> "_Level":
         """Keep the most frequent n-grams; among equals those with the lowest keys."""
-        return self if self.size <= most else self._only(self.among_most_frequent(most))
+        return self if self.size <= most else self.only(self.among_most_frequent(most))
 
     def among_most_frequent(self, most: int) -> NDArray[np.bool_]:
         """Return which n-grams `most_frequent` keeps."""
@@ -82,7 +79,7 @@ class _Level:
         keep[np.argsort(-self.counts, kind="stable")[:most]] = True
         return keep
 
-    def _only(self, keep: NDArray[np.bool_]) -> "_Level":
+    def only(self, keep: NDArray[np.bool_]) -> "_Level":
         return self if keep.all() else _Level(self.keys[keep], self.counts[keep])
 
 
@@ -258,7 +255,7 @@ class GramCounter:
                 if sum(level.size for level in waiting) > self._max_table:
                     table, waiting = _Level.merged([table, *waiting]), []
             table = _Level.merged([table, *waiting])
-            kept = _Level.joined(kept, table.at_least(min_count)).most_frequent(most)
+            kept = _Level.joined(kept, table.only(table.counts >= min_count)).most_frequent(most)
         return kept
 
     def _keys(self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], chunk: slice, number: int) -> NDArray[np.int64]:

@@ -6,27 +6,13 @@ most recent match comes first, and there may be several.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import islice
 from math import log
 
-from polydraft.ngrams.cache import (
-    GRAM_CACHES,
-    Distinct,
-    GramCache,
-    GramMemory,
-    GramOptions,
-    Match,
-    Step,
-    Way,
-    best_paths,
-    match_chance,
-)
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Step, Way, match_chance
 
 ROOT = 0
 """State of the automaton that stands for the empty n-gram."""
 
-_MOST_VISITS = 32
-"""Earlier occurrences of one n-gram that are examined: many of them continue alike."""
 MOST_COPIES = 16
 """Occurrences that are followed token by token: of the longest matches, the most recent."""
 _MOST_STATES = 8
@@ -36,13 +22,6 @@ _MOST_UPDATES = 32
 (a thousand times the same token) would take quadratic time otherwise, and gets counts that are slightly too low."""
 _Copy = tuple[int, int]
 """Number of tokens that match, and the position in the text after them."""
-
-
-def copied(text: list[int], place: int, length: int) -> list[int]:
-    """Return the tokens from a place of the text on; beyond the text's end the copy repeats itself (as in LZ77)."""
-    tokens = text[place : place + length]
-    period = len(text) - place
-    return tokens if length <= period else (tokens * -(-length // period))[:length]
 
 
 class _LookupMemory(GramMemory):
@@ -70,20 +49,6 @@ class _LookupMemory(GramMemory):
                 earlier.append(latest.get(gram, 0))
                 latest[gram] = place
                 place += 1
-
-    def matches(self, count: int, length: int) -> list[Match]:
-        """Return what followed the text's last tokens earlier: longest match first, then most recent first."""
-        found, text = Distinct(count), self._text
-        for size in range(min(self._max_match, len(text)), 0, -1):
-            place = self._latest[size - 1].get(tuple(text[-size:]), 0)
-            for _ in range(_MOST_VISITS):
-                if not place or found.full:
-                    break
-                found.add(size, copied(text, place, length))
-                place = self._earlier[size - 1][place]
-            if found.full:
-                break
-        return found.matches
 
     def end(self) -> tuple[tuple[int, ...], list[_Copy]]:
         """Return an empty path, and the places after earlier occurrences of the text's end."""
@@ -221,29 +186,6 @@ class _SuffixMemory(GramMemory):
     def read(self, tokens: Sequence[int]) -> None:
         self._text.extend(tokens)
         self._automaton.extend(tokens)
-
-    def matches(self, count: int, length: int) -> list[Match]:
-        """Return what followed the longest end of the text that was seen before, then what followed shorter ones."""
-        automaton, found, text = self._automaton, Distinct(count), self._text
-        counts, latest = automaton.counts, automaton.latest
-
-        def steps(state: int) -> list[Step]:
-            return self._steps(state, count)
-
-        def rest(state: int, depth: int) -> list[int] | None:
-            # Seen once: only one continuation is possible.
-            return copied(text, latest[state] - depth, length) if counts[state] == 1 else None
-
-        state = automaton.links[automaton.whole]
-        for _ in range(_MOST_STATES):
-            if state <= ROOT:
-                break
-            for tokens in islice(best_paths(state, steps, length, rest), count):
-                found.add(automaton.sizes[state], tokens)
-                if found.full:
-                    return found.matches
-            state = automaton.links[state]
-        return found.matches
 
     def end(self) -> tuple[int, int]:
         """Return the state of the longest end of the text that was seen before, and its tokens."""

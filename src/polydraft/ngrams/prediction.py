@@ -9,7 +9,7 @@ that came true in this very text: of a wrong prediction nothing is proposed afte
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from polydraft.ngrams.cache import GramCache, GramMemory, Match, Way
+from polydraft.ngrams.cache import GramCache, GramMemory, Way
 from polydraft.sampling import SamplingParams
 
 PREDICTION = "prediction"
@@ -52,7 +52,6 @@ class _PredictionMemory(GramMemory):
         self._trials = [_WEIGHT] * len(_CHANCES)
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Follow the text."""
         if not self._predicted:
             self._tail = (*self._tail, *tokens)[-_LONGEST:]
             return
@@ -74,7 +73,7 @@ class _PredictionMemory(GramMemory):
         self._place = self._found(at) or self._guessed(at, token)
 
     def _found(self, lost: int) -> _Place | None:
-        """Look the text's end up in the prediction; not where it was just lost, as repetitive text would do again and again."""
+        """Find the text's end in the prediction, but not where it was just lost: repetitive text would stay there."""
         places, anchor = self._after.get(self._tail[-_LEAST:], []), self._anchor
         next_one = bisect_left(places, anchor)
         near = places[max(next_one - _MOST_VISITS, 0) : next_one + _MOST_VISITS]
@@ -92,18 +91,12 @@ class _PredictionMemory(GramMemory):
         return size
 
     def _guessed(self, at: int, token: int) -> _Place:
-        """Take the token for one that was replaced, or for the next of its kind; give up further on."""
+        """Take the token for a replacement, or for the next one like it nearby; give up beyond that."""
         end = self._anchor + _NEAR
         near = self._predicted[self._anchor : end]
         if token in near:
             return self._anchor + near.index(token) + 1, 1
         return (at + 1 if at < end else len(self._predicted)), 0
-
-    def matches(self, count: int, length: int) -> list[Match]:
-        """Return what comes next in the prediction."""
-        at, size = self._place
-        following = self._predicted[at : at + length]
-        return [Match(size, following)] if following else []
 
     def end(self) -> _Place:
         """Return where the text stands in the prediction."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from polydraft.draft.grams import LOSSY_TRIES, TrieBuilder
 from polydraft.draft.trie import TokenTrie, check_node_walk
-from polydraft.ngrams import GramMemory, Match
+from polydraft.ngrams import ContinuationMemory, GramMemory, Match
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.trees import DraftTree
 from polydraft.verify import Fault, Scheme, Verdict, Walk
@@ -34,6 +34,7 @@ class FlatBlocksBuilder(TrieBuilder):
         """Propose what follows the longest prefixes."""
         trie, found = TokenTrie(root, shared=False), list[tuple[Match, str]]()
         for name, memory in zip(self.source.names, memories, strict=True):
+            assert isinstance(memory, ContinuationMemory), name
             found += [(match, name) for match in memory.matches(self._options.candidates, self.depth)]
         found.sort(key=lambda pair: -pair[0].prefix)  # stable: of equal prefixes the first cache's come first
         for match, name in found:
@@ -69,7 +70,8 @@ class FlatBlocksWalk(Walk):
         nodes_BN, device = draft.tokens_BN, draft.tokens_BN.device
         batch_size, nodes = nodes_BN.shape[0], nodes_BN.shape[1] - draft.riders
         rows_B = torch.arange(batch_size, device=device)
-        parents_BN, named_BN = _parents(draft)
+        parents_BN, named_BN = draft.parents(), torch.zeros_like(nodes_BN, dtype=torch.bool)
+        named_BN.scatter_(1, draft.child_table_BNK.flatten(1), True)
         drawn_BN = torch.full((batch_size, nodes), NO_TOKEN, device=device)
         agrees_BN = torch.zeros(batch_size, nodes, dtype=torch.bool, device=device)
         agrees_BN[:, 0] = True
@@ -108,13 +110,3 @@ def _distribution(target_distribution: TargetDistribution, node: int, tokens_BD:
         distribution_BV = at_BV if distribution_BV is None else torch.where((depth_B == depth)[:, None], at_BV, distribution_BV)
     assert distribution_BV is not None
     return distribution_BV
-
-
-def _parents(draft: DraftTree) -> tuple[Tensor, Tensor]:
-    """Return each node's parent, and whether it is in the child table."""
-    batch_size, nodes, width = draft.child_table_BNK.shape
-    nodes_BX = torch.arange(nodes, device=draft.tokens_BN.device).repeat_interleave(width).expand(batch_size, -1)
-    table_BX = draft.child_table_BNK.flatten(1)
-    parents_BN = torch.zeros_like(draft.tokens_BN).scatter_(1, table_BX, nodes_BX)
-    parents_BN[:, 0] = 0
-    return parents_BN, torch.zeros_like(draft.tokens_BN, dtype=torch.bool).scatter_(1, table_BX, True)

@@ -103,12 +103,10 @@ class Processing:
                     scores_1V = self._vocabulary.spread(scores_1V, fill=-torch.inf)
                 scores_1V = self._through(row, own.processors, input_ids, scores_1V)
                 seen[path] = scores_1V[0]
-                result_BGV[row, node] = (scores_1V if self._vocabulary is None else self._known(scores_1V))[0]
+                if self._vocabulary is not None:
+                    scores_1V = scores_1V.index_select(-1, self._vocabulary.tokens_D)
+                result_BGV[row, node] = scores_1V[0]
         return result_BGV
-
-    def _known(self, scores_1V: Tensor) -> Tensor:
-        assert self._vocabulary is not None
-        return scores_1V.index_select(-1, self._vocabulary.tokens_D)
 
     def _through(self, row: int, processors: Sequence[Any], input_ids: Tensor, scores_1V: Tensor) -> Tensor:
         """Let the processors of a row change its scores."""

@@ -164,7 +164,7 @@ class Lane:
     def _wipe(self) -> None:
         if self._dirty:
             for context in self._memory:
-                context.wipe()
+                context.cache.wipe()
             self._dirty = False
 
     @property

@@ -85,6 +85,14 @@ class DraftTree:
         nodes_BK = self.child_table_BNK.gather(1, node_B[:, None, None].expand(-1, 1, width))[:, 0]
         return nodes_BK, torch.where(nodes_BK > 0, self.tokens_BN.gather(1, nodes_BK), NO_TOKEN)
 
+    def parents(self) -> Tensor:
+        """Return each node's parent, the root for nodes that are nobody's child."""
+        batch_size, nodes, width = self.child_table_BNK.shape
+        nodes_BX = torch.arange(nodes, device=self.tokens_BN.device).repeat_interleave(width).expand(batch_size, -1)
+        parents_BN = torch.zeros_like(self.tokens_BN).scatter_(1, self.child_table_BNK.flatten(1), nodes_BX)
+        parents_BN[:, 0].zero_()  # missing children all name the root
+        return parents_BN
+
     def all_children(self) -> Tensor:
         """Return the tokens of the children of every node, `[B, N, K]`; `NO_TOKEN` where there is none."""
         table_BNK = self.child_table_BNK
@@ -110,11 +118,6 @@ class DraftTree:
             row_BN = torch.add(row_BN, self.depths_BN > level, alpha=distributions_of_level.shape[1])
         row_BN = row_BN.clamp(max=distributions_BGD.shape[1] - 1)  # nodes without children get any
         return distributions_BGD.gather(1, row_BN[:, :, None].expand(-1, -1, distributions_BGD.shape[-1]))
-
-    @property
-    def drawn_depth(self) -> int:
-        """Levels whose nodes may have drawn children; deeper nodes have only further children."""
-        return len(self.distributions) if self.distributions else self.depth
 
     def followers(self, node_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return node ids and tokens of all children of one node per row, drawn ones first."""
@@ -231,11 +234,7 @@ def union(drawn: DraftTree, certain: DraftTree) -> DraftTree:
 
 def _same_paths(drawn: DraftTree, certain: DraftTree) -> Tensor:
     """Return for each node of `drawn` the node of `certain` with the same path of tokens; if none, its number of nodes."""
-    none = certain.tokens_BN.shape[1]
-    batch_size, own, width = drawn.child_table_BNK.shape
-    nodes_BX = torch.arange(own, device=drawn.tokens_BN.device).repeat_interleave(width).expand(batch_size, -1)
-    parents_BN = torch.zeros_like(drawn.tokens_BN).scatter_(1, drawn.child_table_BNK.flatten(1), nodes_BX)
-    parents_BN[:, 0].zero_()  # missing children all name the root
+    none, parents_BN = certain.tokens_BN.shape[1], drawn.parents()
     tables_BNK = torch.nn.functional.pad(certain.child_table_BNK, (0, 0, 0, 1))
     found_BN = torch.full_like(drawn.tokens_BN, none)
     found_BN[:, 0].zero_()

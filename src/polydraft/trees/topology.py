@@ -50,11 +50,6 @@ class DrawGroup:
     nodes: tuple[int, ...]
     children: tuple[tuple[int, ...], ...]
 
-    @property
-    def count(self) -> int:
-        """Children of each node."""
-        return len(self.children[0])
-
 
 @dataclass(frozen=True, eq=False)
 class TreeTables:

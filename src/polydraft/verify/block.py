@@ -98,8 +98,10 @@ def verify_block(
     token_B1 = draw_one(path.weights_after(accepted_B1, weight_BD, excess_BLX), uniforms_BU[:, -1])[:, None]
     place_D = torch.arange(draft.depth + 1, device=accepted_B1.device)
     below_BD = torch.nn.functional.pad(path.nodes_BD[:, 1:], (0, 1))
+    # A distribution was looked at where the path had not ended before; where it is not a number, the path ends.
+    arrived_BL = torch.nn.functional.pad(going_BL[:, :-1], (1, 0), value=1)
+    fault_B = (path.fault_BL * arrived_BL).amax(-1)
     # Without a fault so far there is something to draw, unless it is that last distribution which is not a number.
-    fault_B = _first_fault(path.fault_BL, going_BL)
     unknown_B = (fault_B == Fault.NONE) & ((stop_B1 == NO_TOKEN) | (token_B1 == NO_TOKEN))[:, 0]
     return Verdict(
         path_BD=path.nodes_BD.gather(1, torch.minimum(place_D, accepted_B1)),
@@ -146,13 +148,6 @@ def _stop_distribution(weight_BD: Tensor, mass_BD: Tensor) -> Tensor:
     chance_BD = torch.where(rest_BD != 0, mass_BD / rest_BD, 0.0)
     passed_BD = (1 - chance_BD).flip(1).cumprod(1).flip(1)
     return torch.cat([chance_BD[:, :-1] * passed_BD[:, 1:], chance_BD[:, -1:]], dim=1)
-
-
-def _first_fault(fault_BL: Tensor, going_BL: Tensor) -> Tensor:
-    """Return the `Fault` of the first distribution on each row's path that is not a number."""
-    # A distribution was looked at where the path had not ended before; where it is not a number, the path ends.
-    arrived_BL = torch.nn.functional.pad(going_BL[:, :-1], (1, 0), value=1)
-    return (fault_BL * arrived_BL).amax(-1)
 
 
 @dataclass(frozen=True, eq=False)

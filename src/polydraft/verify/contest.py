@@ -33,11 +33,6 @@ BUCKETS = 4096
 """Costs less than 1e-4 of acceptance, most where target and draft are nearly equal."""
 
 
-def ranked_cells(target_RV: Tensor, draft_RV: Tensor) -> tuple[Tensor, int]:
-    """Give every ratio a cell of its own, by sorting; return each token's cell and the number of cells."""
-    return _dense(draft_RV.double() / target_RV.double())
-
-
 def bucketed_cells(
     target_RV: Tensor, draft_RV: Tensor, scale_R1: Tensor | None = None, buckets: int = BUCKETS
 ) -> tuple[Tensor, int]:
@@ -262,7 +257,7 @@ class Contest:
             racing_RK = exists_RK & ~apart_RK
             scale_R1 = quotient(total_R1, total_R1 - (draft_RK * apart_RK).sum(-1, keepdim=True))
         if buckets is None:
-            cell_RV, cells = ranked_cells(target_probs_RV, draft_probs_RV)
+            cell_RV, cells = _dense(draft_RV / target_RV)  # every ratio has a cell of its own
         else:
             cell_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, scale_R1, buckets)
         cell_RK = cell_RV.gather(1, token_RK)
@@ -286,7 +281,10 @@ class Contest:
             distribution_RV = quotient(plan.selected_RC, weight_RC).gather(1, cell_RV) * draft_RV
             return cls(plan, token_RK, cell_RK, racing_RK, distribution_RV)
         certain_RK = quotient(target_RV.gather(1, token_RK), target_mass_R1) * apart_RK
-        left_RC = _handed_over(plan.selected_RC, target_RC, certain_RK.sum(-1, keepdim=True))
+        # r', what winners keep when the certain children's mass goes to them from where r exceeds p.
+        beyond_RC = (plan.selected_RC - target_RC).clamp(min=0)
+        given_R1 = quotient(certain_RK.sum(-1, keepdim=True), beyond_RC.sum(-1, keepdim=True)).clamp(max=1)
+        left_RC = plan.selected_RC - beyond_RC * given_R1
         keep_RK = quotient(left_RC.gather(1, cell_RK), plan.selected_RC.gather(1, cell_RK))
         distribution_RV = quotient(left_RC, weight_RC).gather(1, cell_RV) * draft_RV
         distribution_RV.scatter_add_(1, token_RK, certain_RK)
@@ -330,9 +328,3 @@ def _certain_children(children_RK: Tensor, draft_RK: Tensor, total_R1: Tensor, c
     would take a ratio within 1e-15 of the threshold to tell.
     """
     return count_certain(draft_RK, children_RK[:, 1:] != children_RK[:, :-1], total_R1, count_R1, threshold)
-
-
-def _handed_over(selected_RC: Tensor, target_RC: Tensor, certain_R1: Tensor) -> Tensor:
-    """Return r', what winners keep when a mass of `certain_R1` goes from where r exceeds p to certain children."""
-    beyond_RC = (selected_RC - target_RC).clamp(min=0)
-    return selected_RC - beyond_RC * quotient(certain_R1, beyond_RC.sum(-1, keepdim=True)).clamp(max=1)

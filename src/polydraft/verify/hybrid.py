@@ -104,7 +104,7 @@ def accepted_or_residual(target_probs_RV: Tensor, selection: Selection, uniform_
 def threshold_of(scheme: Scheme) -> float | None:
     """Return the threshold of a bucketed race, infinity where no child is certain; None for any other scheme.
 
-    Also for a class derived from these that picks or races in a way of its own: faster forms know only the registered ones.
+    A derived class that picks or races in its own way has none either: faster forms know only the registered schemes.
     """
     if not isinstance(scheme, Race) or scheme.buckets is None:
         return None
@@ -201,6 +201,6 @@ class Hybrid(Race):
 
 @cache
 def _with_threshold(kind: type[Hybrid], threshold: float) -> type[Scheme]:
-    """Make it once: schemes of one name are of one class."""
+    """Return the one class of all hybrid schemes with this threshold."""
     members = {"name": f"hybrid:{threshold!r}", "usual_threshold": threshold, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), members)

@@ -70,11 +70,12 @@ def verify_step_by_step(
     scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor
 ) -> Verdict:
     """Let the nodes on each row's path emit their tokens, one level after the other."""
+    drawn_depth = len(draft.distributions) or draft.depth  # deeper nodes have only further children
 
     def emit(level: int, node_B: Tensor, path_BP: Tensor) -> tuple[Tensor, Tensor]:
         target_probs_BV = draft_probs_BV = target_distribution(node_B, path_BP)
         uniforms_BX = uniforms_BU[:, scheme.verify_uniforms * level : scheme.verify_uniforms * (level + 1)]
-        if level < draft.drawn_depth:
+        if level < drawn_depth:
             draft_probs_BV = draft.draft_distribution(level, node_B)
             token_B = scheme.verify(target_probs_BV, draft_probs_BV, draft.children(node_B)[1], uniforms_BX)
         else:

@@ -3,24 +3,17 @@
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from polydraft.backends.native.arguments import FORMATS, Body, Layer, Pass, Weight, WorkingMemory
+from polydraft.models.packed import PackedEmbedding
+from polydraft.trees import Block
 
 _MEMORY = WorkingMemory()
 Angles = Callable[[int], tuple[Tensor, Tensor]]
 """Number of positions → cosines and sines of each, both halves of the channels, in float32."""
-
-
-class Table(Protocol):
-    """Embeddings that are computed when they are looked up: a `polydraft.models.packed.PackedEmbedding`."""
-
-    @property
-    def num_embeddings(self) -> int: ...  # noqa: D102
-    def rows(self, tokens_R: Tensor) -> Tensor: ...  # noqa: D102
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -41,7 +34,7 @@ class BodyWeights:
 
     layers: Sequence[LayerWeights]
     final_norm: Tensor
-    embedding: Tensor | Table
+    embedding: Tensor | PackedEmbedding
     """Of tokens: `[V, F]`."""
     queries: int
     """Heads."""
@@ -68,21 +61,6 @@ class BodyWeights:
                 found += weight.tensors()
         found += [norm for norm in (self.feature_norm, self.token_norm) if norm is not None]
         return found + (self.join.tensors() if self.join is not None else [])
-
-
-class Places(Protocol):
-    """Where the tokens of a pass stand, and what they see: a `polydraft.trees.Block`."""
-
-    @property
-    def start(self) -> int: ...  # noqa: D102
-    @property
-    def stop(self) -> int: ...  # noqa: D102
-    @property
-    def depths_BT(self) -> Tensor: ...  # noqa: D102
-    @property
-    def visible_BTU(self) -> Tensor: ...  # noqa: D102
-    @property
-    def places_BT(self) -> Tensor | None: ...  # noqa: D102
 
 
 @dataclass(eq=False, kw_only=True)
@@ -138,7 +116,7 @@ class NativeBody:
         return True
 
     def __call__(
-        self, tokens_BT: Tensor, block: Places, rows: Rows, taps: Sequence[int] = (), features_BTF: Tensor | None = None
+        self, tokens_BT: Tensor, block: Block, rows: Rows, taps: Sequence[int] = (), features_BTF: Tensor | None = None
     ) -> Tensor:
         """Store keys, values and positions of a block of uncommitted tokens and return their last hidden states.
 
@@ -154,14 +132,14 @@ class NativeBody:
         self._pass(tokens_BT, block, rows, taps, features_BTF, output_BTF)
         return output_BTF
 
-    def store(self, tokens_BT: Tensor, block: Places, rows: Rows, features_BTF: Tensor | None = None) -> None:
+    def store(self, tokens_BT: Tensor, block: Block, rows: Rows, features_BTF: Tensor | None = None) -> None:
         """Store keys, values and positions alone: of the last layer nothing else is computed."""
         self._pass(tokens_BT, block, rows, (), features_BTF, None)
 
     def _pass(
         self,
         tokens_BT: Tensor,
-        block: Places,
+        block: Block,
         rows: Rows,
         taps: Sequence[int],
         features_BTF: Tensor | None,

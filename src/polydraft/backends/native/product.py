@@ -64,11 +64,7 @@ def _parts(layer: Layer) -> tuple[Tensor, Tensor | None]:
     return layer.weight, layer.bias
 
 
-def _supports_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: Tensor | None) -> bool:
-    return input_RX.is_cpu and kernels() is not None
-
-
-@implements(multiply_int8, "native", supports=_supports_int8)
+@implements(multiply_int8, "native", supports=lambda input_RX, *_: input_RX.is_cpu and kernels() is not None)
 def native_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: Tensor | None) -> Tensor:
     """Multiply by compiled code; inputs are rounded to 15 bits."""
     library = kernels()

@@ -11,15 +11,13 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from polydraft.backends.triton import kernels_run, power_of_two, side_by_side
+from polydraft.backends.triton import LEAST_CHILDREN, kernels_run, power_of_two, side_by_side
 from polydraft.draft.builder import DraftDistributions
 from polydraft.draft.candidates import STEP
 from polydraft.draft.growth import Expand, Grown, Passes, grow_likeliest
 from polydraft.operations import implements
 from polydraft.trees import Block, DraftTree, DynamicShape
 
-LEAST_CHILDREN = 4
-"""Nodes of fewer children share the kernels of these."""
 _LANES, _WARPS = 32, 8
 """Of a warp; of the programs that look at logits."""
 _STRIP, _LONGEST, _ENOUGH = 256, 1024, 16

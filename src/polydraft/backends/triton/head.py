@@ -67,9 +67,7 @@ class FusedHead(FastHead):
         if not head.shape.reads_last:
             features_RF = features_RF[..., head.shape.hidden_size :]
         shape, (parts, width) = features_RF.shape, self._tap_weights_PH.shape
-        features_RF = features_RF.flatten(0, -2)
-        if features_RF.stride(1) != 1:
-            features_RF = features_RF.contiguous()
+        features_RF = side_by_side(features_RF.flatten(0, -2))
         normed_RF = features_RF.new_empty(features_RF.shape)
         kernels.norm_parts[len(features_RF), parts](
             features_RF, self._tap_weights_PH, normed_RF, self._epsilon, width, features_RF.stride(0),

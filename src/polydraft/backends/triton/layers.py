@@ -138,7 +138,7 @@ class FusedBody(FastBody):
             return None
         model, window, limit = context.model, context.window, context.max_positions
         # All rows, at work or not, so that one capture serves whatever their number is.
-        all_lengths_B, all_positions_BS = context.all_rows
+        all_lengths_B, all_positions_BS = context.every_row("lengths_B"), context.every_row("positions_BS")
 
         def read(values_BX: Tensor) -> Tensor:
             """Which rows and which tokens they are are values, so that one capture serves for all."""
@@ -244,11 +244,6 @@ def vector_product(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) 
     return output_BTF
 
 
-def int8_linear(input_BTX: Tensor, weight: Int8Weight, bias_F: Tensor | None) -> Tensor:
-    """Return the product with some weights in int8."""
-    return invariant_parts(input_BTX, weight.data_FX, bias_F, most_apart=0, scales_F=weight.scales_F)[0]
-
-
 def _supports(model: HFModel, invariant: bool) -> bool:
     understood = model.lean is not None or is_int8_llama(model.hf_model)
     here = understood and kernels_run(model.hf_model.base_model.norm.weight)
@@ -258,9 +253,13 @@ def _supports(model: HFModel, invariant: bool) -> bool:
 @implements(fast_body, "triton", supports=_supports)
 def fused_body(model: HFModel, invariant: bool) -> FusedBody:
     """Return the fused form of a model's lean body, or of one in int8."""
-    if model.lean is None:
-        return FusedBody(Int8Body(model.hf_model.base_model), product=int8_linear)
-    return FusedBody(model.lean, invariant)
+    if model.lean is not None:
+        return FusedBody(model.lean, invariant)
+
+    def multiply(input_BTX: Tensor, weight: Int8Weight, bias_F: Tensor | None) -> Tensor:
+        return invariant_parts(input_BTX, weight.data_FX, bias_F, most_apart=0, scales_F=weight.scales_F)[0]
+
+    return FusedBody(Int8Body(model.hf_model.base_model), product=multiply)
 
 
 def _reads_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: Tensor | None) -> bool:

@@ -54,7 +54,8 @@ class FlatContext(Context):
             return self._committed.extend(tokens_BT, block)
         copies, width = self._model.paths_PD.shape
         candidates = self._model.inner.start(self.batch_size * copies, max(self.lengths) + width)
-        candidates.copy_rows(self._committed, copies)
+        candidates.rewind([length for length in self.lengths for _ in range(copies)])
+        candidates.cache.fill(self._committed.cache, copies, max(self.lengths))
         tokens_RD = tokens_BT[:, self._model.paths_PD].flatten(0, 1)
         features_RDF = candidates.extend(tokens_RD, causal_block(len(tokens_RD), width, self.device))
         self._candidates = candidates

@@ -73,11 +73,6 @@ class GgufHeader:
         tokens = self.fields.get("tokenizer.ggml.tokens")
         return tokens if isinstance(tokens, list) else []
 
-    @property
-    def vocabulary(self) -> dict[str, int]:
-        """Tokens and their ids; empty where the file has no tokenizer."""
-        return {token: number for number, token in enumerate(self.tokens)}
-
 
 def read_header(source: Path) -> GgufHeader:
     """Read the header of a GGUF file whose weights are all there.
@@ -116,7 +111,7 @@ def read_header(source: Path) -> GgufHeader:
 
 def vocabulary_of(source: Path) -> dict[str, int]:
     """Return the tokens of a GGUF file, by its header; converted, a few may be spelled otherwise."""
-    return read_header(source).vocabulary
+    return {token: number for number, token in enumerate(read_header(source).tokens)}
 
 
 def _check_tables(source: Path, header: GgufHeader) -> None:

@@ -23,11 +23,6 @@ def is_assistant(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in MODEL_TYPES
 
 
-def check_assistant(folder: Path, target: Target, name: str) -> None:
-    """Refuse an assistant whose files are not whole, or that is for another target; only headers are read."""
-    _read(folder, target, name)
-
-
 def load_assistant(folder: Path, target: HFModel, tokenizer: Any, name: str) -> AssistantHead:
     """Load an assistant for its target, whose memory it is to attend to."""
     from transformers import AutoModelForCausalLM
@@ -36,7 +31,7 @@ def load_assistant(folder: Path, target: HFModel, tokenizer: Any, name: str) -> 
         raise UsageError(
             f"assistant {name!r} reads the memory of target {target.name!r}, but {target.spread}; use a draft model"
         )
-    layers = _read(folder, target, name)
+    layers = check_assistant(folder, target, name)
     try:
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=target.dtype, attn_implementation="sdpa", local_files_only=True
@@ -48,8 +43,11 @@ def load_assistant(folder: Path, target: HFModel, tokenizer: Any, name: str) -> 
     return AssistantHead(model, target.hf_model.get_input_embeddings(), layers, name, target.native)
 
 
-def _read(folder: Path, target: Target, name: str) -> dict[str, int]:
-    """Return the layer of the target that has keys and values for each kind of attention."""
+def check_assistant(folder: Path, target: Target, name: str) -> dict[str, int]:
+    """Return the layer of the target that has keys and values for each kind of attention; only headers are read.
+
+    Refuse an assistant whose files are not whole, or that is for another target.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:

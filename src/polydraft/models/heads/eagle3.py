@@ -78,10 +78,6 @@ class Format:
     feature_norm = f"{FIRST}hidden_norm.weight"
     """Name of the norm of fused features."""
 
-    def check(self, folder: Path, target: Target, name: str) -> None:
-        """Refuse a head whose files are not whole, of a form that is not understood, or for a target of other sizes."""
-        self._read(folder, target, name)
-
     def load(self, folder: Path, target: HFModel, tokenizer: Any, name: str) -> FeatureHead:
         """Load a head for its target, and let the target show the features it reads.
 
@@ -92,7 +88,7 @@ class Format:
         FailureError
             If its files are not whole.
         """
-        shape, files, expected = self._read(folder, target, name)
+        shape, files, expected = self.check(folder, target, name)
         try:
             theirs = {part: tensor for part, tensor in loaded(files).items() if part in expected}
             vocabulary = drafted_vocabulary(theirs, target)
@@ -103,8 +99,11 @@ class Format:
         head.tables = own_tables(theirs, head, vocabulary)
         return installed(head, target)
 
-    def _read(self, folder: Path, target: Target, name: str) -> tuple[HeadShape, list[Path], Mapping[str, tuple[int, ...]]]:
-        """Return a head's sizes and form, the files of its weights, and the shapes of all that belong to it."""
+    def check(self, folder: Path, target: Target, name: str) -> tuple[HeadShape, list[Path], Mapping[str, tuple[int, ...]]]:
+        """Return a head's sizes and form, the files of its weights, and the shapes of all that belong to it.
+
+        Refuse a head whose files are not whole, of a form that is not understood, or for a target of other sizes.
+        """
         try:
             config = self._config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
             _check_target(config, target, name)

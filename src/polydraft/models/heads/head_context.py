@@ -103,16 +103,6 @@ class Entries(Context):
     def store(self, tokens_BT: Tensor, fused_BTH: Tensor) -> None:
         """Read the next entries of texts; their outputs are not needed."""
 
-    def take_roots(self, outputs_BWH: Tensor, fresh_B: Tensor) -> Tensor:
-        """Commit all entries of each row but the last, of which there are `fresh_B`; return that one's output, `[B, 1, H]`."""
-        return take_roots(outputs_BWH, fresh_B, self.lengths_B)
-
-    def keep_entries(
-        self, tokens_BW: Tensor, path_BW: Tensor, keep_B: Tensor, features_BNF: Tensor, kept: tuple[Tensor, Tensor, Tensor]
-    ) -> None:
-        """Commit the root's entry, and write those that follow it over those `kept`: tokens, features and how many count."""
-        keep_entries(tokens_BW, path_BW, keep_B, features_BNF, self.lengths_B, kept)
-
 
 class HeadContext(Entries):
     """Keys and values of the entries of one batch."""

@@ -201,13 +201,11 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST
 
 
-def check_head(folder: Path, target: Target, name: str) -> None:
-    """Refuse a head whose files are not whole, or that is for a target of other sizes; only headers are read."""
-    _read(folder, target, name)
+def check_head(folder: Path, target: Target, name: str) -> tuple[HeadShape, str | None]:
+    """Return a head's sizes, and the mark of its tokenizer; only headers are read.
 
-
-def _read(folder: Path, target: Target, name: str) -> tuple[HeadShape, str | None]:
-    """Return a head's sizes, and the mark of its tokenizer."""
+    Refuse a head whose files are not whole, or that is for a target of other sizes.
+    """
     try:
         config = json.loads((folder / "config.json").read_text())
         shape = checked_shape(config)
@@ -232,7 +230,7 @@ def _unreadable(name: str, error: Exception) -> FailureError:
 
 def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> FeatureHead:
     """Load a head for its target, and let the target show the features it reads."""
-    shape, fingerprint = _read(folder, target, name)
+    shape, fingerprint = check_head(folder, target, name)
     if tokenizer is None:
         raise UsageError(f"draft {name!r} is a head for one tokenizer; pass the target's with tokenizer=...")
     if fingerprint != tokenizer_fingerprint(tokenizer):

@@ -25,7 +25,7 @@ class HeadKind:
     """What people call it."""
     recognise: Callable[[Mapping[str, Any]], bool]
     """Whether a config.json is that of such a head."""
-    check: Callable[[Path, Target, str], None]
+    check: Callable[[Path, Target, str], object]
     """`(folder, target, name)`: refuse an incomplete head, or one for another target. No weights are read; of the target, the
     config is enough."""
     load: Callable[[Path, HFModel, Any, str], Head]

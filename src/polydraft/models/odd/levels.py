@@ -6,9 +6,8 @@ Everything else of a model reads all nodes in one pass. Inside a `with` statemen
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -325,25 +324,16 @@ class Mixers:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._forwards = [(module, _Mixer(module)) for module in modules]
 
-    def reading(self, steps: Sequence[Step], cache: HybridCache, size: tuple[int, int]) -> AbstractContextManager[None]:
+    @contextmanager
+    def reading(self, steps: Sequence[Step], cache: HybridCache, size: tuple[int, int]) -> Iterator[None]:
         """Let mixers read by steps while this thread is inside."""
         cache.step, cache.current = None, {}  # a pass may have been interrupted
-        return _Reading(self._forwards, _Plan(steps, cache, size))
-
-
-class _Reading(AbstractContextManager[None]):
-    def __init__(self, forwards: list[tuple[nn.Module, _Mixer]], plan: _Plan) -> None:
-        self._forwards, self._plan = forwards, plan
-
-    def __enter__(self) -> None:
         _REPLACED.enter(self._forwards)
-        if not all(isinstance(module.__dict__.get("forward"), _Mixer) for module, _ in self._forwards):
+        try:
+            if not all(isinstance(module.__dict__.get("forward"), _Mixer) for module, _ in self._forwards):
+                raise UsageError("the forward method of a recurrent layer was replaced; load the model without such hooks")
+            _HERE.plan = _Plan(steps, cache, size)
+            yield
+        finally:
+            _HERE.plan = None
             _REPLACED.leave()
-            raise UsageError("the forward method of a recurrent layer was replaced; load the model without such hooks")
-        _HERE.plan = self._plan
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
-    ) -> None:
-        _HERE.plan = None
-        _REPLACED.leave()

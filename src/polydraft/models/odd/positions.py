@@ -16,10 +16,9 @@ import inspect
 import math
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -100,27 +99,20 @@ class ToldPositions:
         bias_BHS = bias_HP[:, slot_positions_BS].transpose(0, 1)
         return bias_BHS[:, :, None].where(visible_BTS[:, None], torch.finfo(dtype).min)
 
-    def told(self, positions_BT: Tensor, mask: Any, cache: Any) -> AbstractContextManager[None]:
+    @contextmanager
+    def told(self, positions_BT: Tensor, mask: Any, cache: Any) -> Iterator[None]:
         """Tell the modules while this thread is inside."""
-        return _Telling(self._forwards, _Pass(positions_BT, mask, cache))
-
-
-class _Telling(AbstractContextManager[None]):
-    def __init__(self, forwards: list[tuple[nn.Module, _Forward]], now: _Pass) -> None:
-        self._forwards, self._now = forwards, now
-
-    def __enter__(self) -> None:
         _REPLACED.enter(self._forwards)
-        if not all(isinstance(module.__dict__.get("forward"), _Forward) for module, _ in self._forwards):
+        try:
+            if not all(isinstance(module.__dict__.get("forward"), _Forward) for module, _ in self._forwards):
+                raise UsageError(
+                    "the forward method of a layer that counts positions was replaced; load the model without hooks"
+                )
+            _HERE.now = _Pass(positions_BT, mask, cache)
+            yield
+        finally:
+            _HERE.now = None
             _REPLACED.leave()
-            raise UsageError("the forward method of a layer that counts positions was replaced; load the model without hooks")
-        _HERE.now = self._now
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
-    ) -> None:
-        _HERE.now = None
-        _REPLACED.leave()
 
 
 def told_positions(model: Any) -> ToldPositions | None:

@@ -11,6 +11,7 @@ See docs/decisions/030-recurrent-layers-read-trees-by-levels.md.
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,14 +74,11 @@ class _Watch:
     def spy(self, cache: Any) -> None:
         for method in _ASKED:
             if hasattr(cache, method):
-                setattr(cache, method, self._noting(getattr(cache, method)))
+                setattr(cache, method, partial(self._note, getattr(cache, method)))
 
-    def _noting(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(*args: Any, **options: Any) -> Any:
-            self.mixers[id(self.running[-1])] = self.running[-1]
-            return method(*args, **options)
-
-        return noting
+    def _note(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        self.mixers[id(self.running[-1])] = self.running[-1]
+        return method(*args, **options)
 
 
 def find_recurrence(model: Any) -> Recurrence | None:
