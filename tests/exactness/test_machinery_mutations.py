@@ -91,9 +91,11 @@ def output_forgotten(original: Callable, warper: Warper, emitted: Any) -> None:
     return None
 
 
-def pending_token_of_the_round_before(original: Callable, launcher: Launcher, state: State, *arguments: Any) -> Any:
+def pending_token_of_the_round_before(
+    original: Callable, launcher: Launcher, state: State, *arguments: Any, **named: Any
+) -> Any:
     pending_B = state.tail_B2[:, 1].clone()
-    result = original(launcher, state, *arguments)
+    result = original(launcher, state, *arguments, **named)
     state.tail_B2[:, 0] = pending_B
     return result
 

@@ -146,8 +146,8 @@ def test_a_round_that_broke_off_does_not_go_on(place: str, draft: Any, monkeypat
     owner = Launcher if place == "launch" else Workspace
     original = getattr(owner, place)
 
-    def interrupted(self: Any, *arguments: Any) -> Any:
-        original(self, *arguments)
+    def interrupted(self: Any, *arguments: Any, **named: Any) -> Any:
+        original(self, *arguments, **named)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
