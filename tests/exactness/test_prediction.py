@@ -1,6 +1,7 @@
 """Predicted outputs: followed and found again, dropped where they are wrong, and never in the way of the distribution."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +14,7 @@ from polydraft.draft import TreeDrafter
 from polydraft.draft.drafter import Drafter
 from polydraft.draft.model_source import ModelSource
 from polydraft.draft.predicted import with_prediction
+from polydraft.draft.session import DraftSession
 from polydraft.draft.speedup import Costs
 from polydraft.engine import Decoder
 from polydraft.engine.workspace import Workspace
@@ -154,6 +156,21 @@ def test_a_rule_that_believes_predictions_is_caught(monkeypatch: pytest.MonkeyPa
     assert results[0].stats.tokens_by_source["prediction"] > 200
     monkeypatch.setattr(Naive, "verify", lambda *arguments: wrong(original, *arguments))
     assert min(configuration.p_values(configuration.generate())) < THRESHOLD
+
+
+@pytest.mark.parametrize("drafter", ["prediction", "prediction+model"])
+def test_texts_follow_the_target_while_predictions_sleep_and_wake(monkeypatch: pytest.MonkeyPatch, drafter: str) -> None:
+    monkeypatch.setattr("polydraft.draft.grams.is_host", lambda device: False)  # no policy, as on a GPU
+    awake, propose = Counter[bool](), DraftSession.propose
+
+    def counted(session: Any, *arguments: Any) -> Any:
+        awake.update(session._certain.source.awake)  # by row: others may be awake in the same round
+        return propose(session, *arguments)
+
+    monkeypatch.setattr(DraftSession, "propose", counted)
+    configuration = Configuration(label=drafter, drafter=drafter, tree="2x1", prompt=GRAM_PROMPT, samples=800)
+    assert min(configuration.p_values(configuration.generate())) > THRESHOLD
+    assert awake[True] and awake[False]
 
 
 @pytest.mark.parametrize("drafter", ["none", "model"])
