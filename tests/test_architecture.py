@@ -194,7 +194,7 @@ def test_what_papers_add_is_there_for_whoever_loads(room):
     shown = "print(*RIDERS, *LOSSY_TRIES, *LOSSY_DRAFTERS)"
     script = f"import polydraft.{room}; {asked}; {shown}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == ["branches", "flat-blocks", "target-init"]
+    assert done.stdout.split() == ["branches", "drawn-branches", "flat-blocks", "target-init"]
 
 
 def test_every_command_is_there_without_extras():

@@ -105,7 +105,9 @@ ON_THE_BUNDLED_MODEL = [line for line in QUICK if line.split()[1] == "generate"]
 @needs_weights
 @pytest.mark.usefixtures("loaded_once")
 @pytest.mark.parametrize("line", keeping(ON_THE_BUNDLED_MODEL, *ON_THE_BUNDLED_MODEL[:2]))
-def test_commands_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "expected.txt").write_text("Why is the sky blue?")
     assert run([*shlex.split(line)[1:], "--max-new-tokens", "4"]) == 0
     assert capsys.readouterr().out
 

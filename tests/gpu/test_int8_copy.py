@@ -1,9 +1,12 @@
 """An int8 copy of the target drafts on a GPU, in captured rounds, in the target's own cache."""
 
+import logging
+
 import pytest
 import torch
 
 from polydraft.draft import Parts, make_drafter
+from polydraft.draft.costs import costs_of, measure
 from polydraft.engine import Decoder
 from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
@@ -44,3 +47,10 @@ def test_sampled_texts_are_drafted(target: HFModel) -> None:
     assert found[0].stats.tokens_per_pass > 1.5
     again = decoder(target, "2x1x1").generate(PROMPTS * 4, sampling=sampling, max_new_tokens=24, seed=3)
     assert [one.token_ids for one in found] == [one.token_ids for one in again]
+
+
+def test_costs_are_those_of_captured_rounds(target: HFModel, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        table = measure(target, Int8Copy(target), 8)
+    assert not [line for line in caplog.messages if "without CUDA graphs" in line]
+    assert table["captured"] and costs_of(table, "hybrid").overhead < 1

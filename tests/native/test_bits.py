@@ -1,5 +1,9 @@
 """The bits of a token's features and logits do not depend on the tokens, rows, trees or threads beside it."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -168,3 +172,17 @@ def test_greedy_texts_are_identical_whatever_is_drafted(shape, number_format):
         results = Decoder(target, drafter).generate(prompts, sampling=greedy, max_new_tokens=40)
         assert [result.token_ids for result in results] == alone
     assert any(result.stats.acceptance_rate > 0 for result in results)
+
+
+@pytest.mark.slow  # compiles, and starts a process
+def test_whichever_products_a_compiler_would_fuse(tmp_path):
+    """GCC avoids fused additions in some loops for some CPUs (-mtune=native on Zen, and on Sapphire Rapids since GCC 13)."""
+    command = ["gcc", "--param=avoid-fma-max-bits=512"]
+    if subprocess.run([*command, "-E", "-xc", os.devnull], capture_output=True, check=False).returncode:
+        pytest.skip("no GCC here that can be told so")
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}  # a worker's name among them
+    environment = {**outer, "CC": " ".join(command), "POLYDRAFT_CACHE": str(tmp_path)}
+    asked = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__, "-k", "batches_of_texts or trees_against"]
+    done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert list(tmp_path.glob("native/*.so")), "another compiler's kernels are other ones"

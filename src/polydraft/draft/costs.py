@@ -27,9 +27,9 @@ from polydraft.models.int8_copy import Int8Copy
 from polydraft.models.placement import agreed
 from polydraft.ngrams import GramOptions, SuffixCache
 from polydraft.output import cache_root, written_whole
-from polydraft.sampling import draw_one
+from polydraft.sampling import SamplingParams, Warper, draw_one
 from polydraft.trees import Block, DraftTree, Topology, causal_block
-from polydraft.verify import SCHEMES, BlockWalk, Naive, NodeWalk
+from polydraft.verify import SCHEMES, BlockWalk, Naive, NodeWalk, TargetDistributions, Verdict
 from polydraft.verify.weights import largest
 
 logger = logging.getLogger(__name__)
@@ -249,7 +249,14 @@ def _verification(name: str, target: LanguageModel, draft: Draft) -> Callable[[]
     rows_N = torch.zeros_like(tokens_1N[0])
     tree = DraftTree.from_topology(Topology.from_widths(widths), tokens_1N, (draft_1D[:, None],), rows_N, draft.vocabulary)
     own_1U = uniforms_1U[:, : walk.uniforms(scheme, tree.depth)]
-    return lambda: walk.run(scheme, tree, lambda node_B, path_BP: torch.softmax(logits_1V, dim=-1), own_1U)
+    warper = Warper(SamplingParams(), target.vocab_size, [], target.device)
+    logits_1NV = logits_1V.expand(tokens_1N.shape[1], -1)[None]
+    in_rounds = captures(target.device)  # as in rounds: kernels want the distributions of all nodes at once
+
+    def verify() -> Verdict:
+        return walk.run(scheme, tree, TargetDistributions(logits_1NV, lambda logits: logits, warper, whole=in_rounds), own_1U)
+
+    return verify
 
 
 def _root_pass(head: ParallelHead) -> Callable[[], Any]:
@@ -300,6 +307,8 @@ def _draft_level(draft: LanguageModel | Head, name: str, beam: int) -> Callable[
         probs_1WD = torch.softmax(logits().float(), -1)
         if name == "top":
             best_children(scores_1W, probs_1WD, 2 * beam, 8 * beam)
+        elif captures(device):  # trees that captured rounds draw are static
+            scheme.draw(probs_1WD[0], uniforms_1U.view(width, _CHILDREN))
         else:
             ranked = largest(probs_1WD.flatten(0, 1), _CHILDREN)
             gains(ranked[0], scores_1W)

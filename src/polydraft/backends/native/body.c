@@ -184,7 +184,7 @@ static void normalise(const Body *b, const float *from, const void *weight, floa
     Floats sum = {0};
     for (int64_t i = 0; i < b->hidden; i += LANES) {
         const Floats x = load_as(FLOAT32, from, i, b->hidden - i);
-        sum += x * x;
+        sum = fused(x, x, sum);
     }
     const float factor = 1.0f / sqrtf(one_sum(sum) / (float)b->hidden + b->epsilon);
     for (int64_t i = 0; i < b->hidden; i += LANES) {
@@ -309,7 +309,7 @@ INLINE void score_four(const int format, const int ragged, const int heads, cons
         EACH_SLOT k[j] = part(format, ragged, key[j], c, a->channels - c);
         EACH_HEAD {
             const Floats q = part(FLOAT32, ragged, a->query + h * a->channels, c, a->channels - c);
-            EACH_SLOT sum[h][j] += q * k[j];
+            EACH_SLOT sum[h][j] = fused(q, k[j], sum[h][j]);
         }
     }
     EACH_HEAD {
@@ -365,8 +365,8 @@ INLINE void mix_span(const int format, const int ragged, const int heads, const 
         Floats value[SPAN];
         EACH_VECTOR value[v] = part(format, ragged, s->values, place + v * LANES, a->channels - first - v * LANES);
         EACH_HEAD {
-            const float weight = a->scores[h * a->scores_stride + i];
-            EACH_VECTOR sum[h][v] += weight * value[v];
+            const Floats weight = all(a->scores[h * a->scores_stride + i]);
+            EACH_VECTOR sum[h][v] = fused(weight, value[v], sum[h][v]);
         }
     }
     EACH_HEAD EACH_VECTOR {

@@ -108,7 +108,7 @@ static void prepare(int format, const float *from, int64_t count, void *to, floa
             for (int j = 0; j < 4; j++) {
                 const int64_t at = i + j * LANES;
                 const Floats x = part_of(from, at, count);
-                const Ints whole = (Ints)(x * factor + magic) - (Ints)magic, upper = (whole + 64) >> 7;
+                const Ints whole = (Ints)fused(x, all(factor), magic) - (Ints)magic, upper = (whole + 64) >> 7;
                 high[j] = vmovn_s32((int32x4_t)upper), low[j] = vmovn_s32((int32x4_t)(whole - 128 * upper));
             }
             const int8x16_t upper8 = bytes_of(high), lower8 = bytes_of(low);
@@ -123,7 +123,7 @@ static void prepare(int format, const float *from, int64_t count, void *to, floa
 #else
         for (int64_t i = 0; i < stride; i += LANES) {
             const Floats x = part_of(from, i, count);
-            const Ints whole = (Ints)(x * factor + magic) - (Ints)magic;
+            const Ints whole = (Ints)fused(x, all(factor), magic) - (Ints)magic;
             for (int j = 0; j < LANES; j++) quanta[i + j] = (Quantum)whole[j];
         }
 #endif
@@ -165,7 +165,7 @@ INLINE void tile_floats(const int tokens, const int format, const Matrix *m, con
             EACH_ROW w[r] = load_as(format, rows[r], u, LANES);
             EACH_TOKEN {
                 const Floats v = load(x + t * stride + u);
-                EACH_ROW sum[t][r] += w[r] * v;
+                EACH_ROW sum[t][r] = fused(w[r], v, sum[t][r]);
             }
         }
     }
@@ -175,7 +175,7 @@ INLINE void tile_floats(const int tokens, const int format, const Matrix *m, con
         if (ahead) fetch((const char *)rows[0] + ahead, k * size, LANES * size);
         EACH_TOKEN {
             const Floats v = load(x + t * stride + k);
-            EACH_ROW sum[t][r] += w[r] * v;
+            EACH_ROW sum[t][r] = fused(w[r], v, sum[t][r]);
         }
     }
     if (whole < m->columns) {
@@ -183,7 +183,7 @@ INLINE void tile_floats(const int tokens, const int format, const Matrix *m, con
         EACH_ROW w[r] = load_as(format, rows[r], whole, m->columns - whole);
         EACH_TOKEN {
             const Floats v = load(x + t * stride + whole);
-            EACH_ROW sum[t][r] += w[r] * v;
+            EACH_ROW sum[t][r] = fused(w[r], v, sum[t][r]);
         }
     }
     EACH_TOKEN sums[t] = four_sums(sum[t][0], sum[t][1], sum[t][2], sum[t][3]);
