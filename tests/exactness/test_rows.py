@@ -32,7 +32,7 @@ DRAFTERS: dict[str, Any] = {
     "head": TreeDrafter(HEAD, parse_tree("2x2")),
 }
 SAMPLINGS = {"greedy": [GREEDY], "drawn": [SamplingParams()], "penalties": [PENALTIES], "all": PARAMS}
-LIMITS = [9, 34, 4, 12, 42, 7, 5, 3]
+LIMITS = [9, 30, 4, 12, 46, 7, 5, 3]
 """Of which two are long, so that these are left, not in the first slots."""
 
 

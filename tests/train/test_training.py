@@ -74,9 +74,11 @@ def test_a_distilled_draft_is_an_ordinary_model(target: Loaded, tmp_path: Path) 
 
 @only_head
 def test_training_teaches(kind: str, target: Loaded, tmp_path: Path) -> None:
-    reports = run(short(kind, steps=40, tokens=2000, batch_size=8, evaluate_every=40, save_every=40), target, tmp_path / "out")
+    steps = {"head": 80, "draft": 160}[kind]  # a whole model learns more slowly
+    few = short(kind, steps=steps, tokens=2000, batch_size=8, evaluate_every=steps, save_every=steps)
+    reports = run(few, target, tmp_path / "out")
     training = [report for report in reports if report.phase == "training"]
-    assert training[-1].acceptance[0].sampled_1 > training[0].acceptance[0].sampled_1 + 0.02
+    assert training[-1].acceptance[0].sampled_1 > training[0].acceptance[0].sampled_1 + 0.04
 
 
 @pytest.mark.slow
