@@ -14,7 +14,8 @@ import pytest
 import polydraft
 import polydraft.papers
 from polydraft.draft import LOSSY_DRAFTERS
-from polydraft.draft.grams import LOSSY_TRIES, RIDERS
+from polydraft.draft.gram_source import RIDERS
+from polydraft.draft.trie_builder import LOSSY_TRIES
 
 SOURCE = Path(polydraft.__file__).parent
 FILES = sorted(SOURCE.rglob("*.py"))
@@ -190,7 +191,10 @@ def test_whoever_loads_imports_the_papers(room):
 @pytest.mark.slow  # a process that imports torch, to show what the test above concludes
 @pytest.mark.parametrize("room", ["loading", "hf_generate"])
 def test_what_papers_add_is_there_for_whoever_loads(room):
-    asked = "from polydraft.draft.grams import LOSSY_TRIES, RIDERS; from polydraft.draft import LOSSY_DRAFTERS"
+    names = (
+        "LOSSY_DRAFTERS; from polydraft.draft.gram_source import RIDERS; from polydraft.draft.trie_builder import LOSSY_TRIES"
+    )
+    asked = f"from polydraft.draft import {names}"
     shown = "print(*RIDERS, *LOSSY_TRIES, *LOSSY_DRAFTERS)"
     script = f"import polydraft.{room}; {asked}; {shown}"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)

@@ -29,7 +29,7 @@ _LEAST_ON_GPU = 4_000_000_000
 
 Measured on an H200, one text: 1.25 times plain decoding with 6.6 billion, 0.45 with 0.13 billion.
 """
-_TRAINING = "2 to 2.5 times plain decoding for a 1.5B model, after 12 minutes on an H200"
+_TRAINING = "2 to 3.5 times plain decoding for a 1.5B model, after 12 minutes on an H200"
 """What a head gives and takes: log 40."""
 _SPARE = 0.7
 """Of the free memory, what a copy may take: texts need some too."""

@@ -8,7 +8,7 @@ import torch
 
 from polydraft.certify.reference import greedy_text
 from polydraft.draft import GramTreeOptions, Parts, RiderOptions, make_drafter
-from polydraft.draft.grams import GramSource
+from polydraft.draft.gram_source import GramSource
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.loading import load

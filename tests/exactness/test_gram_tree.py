@@ -8,7 +8,8 @@ import torch
 
 from covering import covering, some_slow
 from polydraft.draft import GRAM_DRAFTERS, GramTreeOptions, Parts, RiderOptions, make_drafter
-from polydraft.draft.grams import GramSource, TrieBuilder
+from polydraft.draft.gram_source import GramSource
+from polydraft.draft.trie_builder import TrieBuilder
 from polydraft.engine import Decoder, StopReason
 from polydraft.errors import UsageError
 from polydraft.loading import load

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from polydraft.draft.gram_options import RiderOptions
-from polydraft.draft.grams import RIDERS, Riders
+from polydraft.draft.gram_source import RIDERS, Riders
 from polydraft.errors import UsageError
 from polydraft.models import LanguageModel
 from polydraft.models.language_model import round_up

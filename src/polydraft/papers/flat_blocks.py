@@ -10,8 +10,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polydraft.draft.grams import LOSSY_TRIES, TrieBuilder
 from polydraft.draft.trie import TokenTrie, check_node_walk
+from polydraft.draft.trie_builder import LOSSY_TRIES, TrieBuilder
 from polydraft.ngrams import ContinuationMemory, GramMemory, Match
 from polydraft.sampling import NO_TOKEN, draw_one
 from polydraft.trees import DraftTree

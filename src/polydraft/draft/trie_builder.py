@@ -1,0 +1,174 @@
+"""Tries of what memories propose, one per row, as many candidates as pay."""
+
+from collections.abc import Hashable, Sequence
+
+import torch
+from torch import Tensor
+
+from polydraft.draft.builder import Builder
+from polydraft.draft.gram_options import GramTreeOptions, Sizes
+from polydraft.draft.gram_source import GramSource
+from polydraft.draft.policy import RowPolicy
+from polydraft.draft.trie import Limits, TokenTrie, as_draft_tree, check_node_walk, grow
+from polydraft.ngrams import GramMemory
+from polydraft.ngrams.prediction import PREDICTION
+from polydraft.registry import Registry
+from polydraft.sampling import RowParams
+from polydraft.trees import DraftTree
+from polydraft.verify import Naive, NodeWalk, Walk
+
+_SUFFICES = 4.0
+"""A round skips the draft for rows whose prediction promises this many tokens."""
+_WAKES, _WAKES_BESIDE_DRAFT = 0.5, 3.0
+"""Tokens that a prediction must promise for rounds to wait for it, alone and beside a draft that gets some by itself."""
+NOTHING_FOUND = "n-grams had nothing to propose that would pay"
+
+
+class TrieBuilder(Builder):
+    """Merge what the memories of each row propose.
+
+    Depth and random numbers of a round are the same whatever is proposed, so that a row's text does not depend on its
+    neighbours; the number of nodes follows what is proposed, as a pass costs by its tokens.
+
+    A round that needs the host's trie cannot be launched ahead. So a row that has nothing but a prediction sleeps while that
+    promises too little. This is judged by the text of one round earlier, whether or not the round is launched ahead.
+    """
+
+    elastic = True
+    on_host = True
+    scheme = Naive()
+    """Tokens follow the target's own draw, whatever was proposed."""
+
+    def __init__(
+        self,
+        source: GramSource,
+        sizes: Sizes,
+        options: GramTreeOptions,
+        device: torch.device,
+        name: str,
+        policy: RowPolicy | None = None,
+    ) -> None:
+        self.source: GramSource = source
+        self._options, self._device, self._name = options, device, name
+        # A policy knows what each candidate costs: then there is no filling up.
+        self._ladder = sizes.ladder if policy is None else None
+        self._limits = Limits(
+            nodes=sizes.nodes, depth=sizes.depth, width=options.candidates, least=sizes.least, ladder=self._ladder
+        )
+        self._tries: list[TokenTrie] = []
+        self.policy = policy
+        self._sleeps = policy is None and all(name == PREDICTION for name in source.names)
+        self.depth, self.num_nodes = sizes.depth, 1 + sizes.nodes + sizes.riders.most
+
+    @property
+    def kind(self) -> Hashable:
+        """What the riders' captures depend on, and whether there is a trie."""
+        return self.source.riders.kind, self.asleep
+
+    def wake(self, *, ahead: bool) -> None:
+        """Say which rows' memories promised enough."""
+        if self._sleeps:
+            rows = zip(self.source.promised, self.source.idle, strict=True)
+            self.source.awake = [promised[ahead] and not idle for promised, idle in rows]
+            self.asleep = not any(self.source.awake)
+
+    @property
+    def num_uniforms(self) -> int:
+        """Those of the riders."""
+        return self.source.riders.num_uniforms
+
+    @property
+    def suffices(self) -> Sequence[bool] | None:
+        """Rows whose prediction promises more than drafts bring."""
+        if PREDICTION not in self.source.names:
+            return None
+        pairs = (zip(trie.sources, trie.chances, strict=True) for trie in self._tries)
+        return [sum(chance for source, chance in one if source == PREDICTION) >= _SUFFICES for one in pairs]
+
+    @property
+    def rest_reason(self) -> str:
+        """The policy's reason if rows rest; otherwise the caches found nothing."""
+        policy = self.policy if any(self.source.resting) else None
+        return NOTHING_FOUND if policy is None else policy.rest_reason
+
+    def resolve_walk(self, name: str) -> Walk:
+        """Walk node by node."""
+        check_node_walk(self._name, name)
+        return NodeWalk()
+
+    def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Merge what the memories know."""
+        source = self.source
+        if self.policy is not None:
+            source.resting = [not drafts for drafts in self.policy.drafting]
+            if source.riders.num_uniforms:
+                source.riders.resting_B = torch.tensor(source.resting, device=self._device)
+        self._tries = [
+            self.trie(memories, read[-1]) if awake and not idle and not resting else TokenTrie(read[-1])
+            for awake, memories, read, idle, resting in zip(
+                source.awake, source.memories, source.read, source.idle, source.resting, strict=True
+            )
+        ]
+        if self.policy is not None:
+            self._keep_what_pays(self.policy)
+        most = max(map(len, self._tries))
+        if most == 1 and self._ladder is None:
+            return DraftTree.bare(tail_B2[:, 1], self.depth)
+        size = most if self._ladder is None else self._ladder.holding(most).nodes
+        return as_draft_tree(self._tries, size, self.depth, self._device)
+
+    def _keep_what_pays(self, policy: RowPolicy) -> None:
+        """Cut the tries to as many candidates as pay, and tell the policy what they promise."""
+        most = max(map(len, self._tries)) - 1
+        counts = [0] * len(self._tries)
+        if most:
+            chances_BM = torch.tensor([trie.chances[1:] + [0.0] * (most - len(trie) + 1) for trie in self._tries]).double()
+            counts = policy.counts(chances_BM).tolist()
+        for trie, count in zip(self._tries, counts, strict=True):
+            trie.cut(count)
+        # A row without candidates decodes plainly, unless its branches ride along.
+        rides = self.source.riders.num_uniforms > 0
+        drafts = [int(not resting and (count > 0 or rides)) for resting, count in zip(self.source.resting, counts, strict=True)]
+        policy.plan([sum(trie.chances[1:]) for trie in self._tries], counts, drafts)
+
+    def took(self, counts: Sequence[int]) -> None:
+        """Let the policy compare the round with its plan."""
+        if self.policy is not None:
+            self.policy.learn(counts, [not idle for idle in self.source.idle])
+
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Begin new texts in some rows."""
+        super().begin(texts, rows, params)
+        for row in rows:
+            for memory in self.source.memories[row]:
+                memory.expect(params.rows[row])
+        self.source.riders.admit(texts, rows, params)
+
+    def use(self, params: RowParams) -> None:
+        """Pass new parameters on to the riders."""
+        self.source.riders.use(params)
+
+    def advance(self, emitted: Sequence[Sequence[int]]) -> None:
+        """Let the riders know the text, and see what it makes memories promise."""
+        self.source.riders.advance(emitted)
+        if self._sleeps:
+            enough, source = _WAKES_BESIDE_DRAFT if self.beside_draft else _WAKES, self.source
+            for row, (_, last) in enumerate(source.promised):
+                trie = TokenTrie(0) if source.idle[row] else self.trie(source.memories[row], source.read[row][-1])
+                source.promised[row] = last, sum(trie.chances[1:]) >= enough
+
+    def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
+        """Let the riders ride along."""
+        return self.source.riders.attach(tree, uniforms_BU)
+
+    def trie(self, memories: Sequence[GramMemory], root: int) -> TokenTrie:
+        """Propose what is likeliest."""
+        return grow(root, self.source.names, memories, self._limits)
+
+    def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str]:
+        """Name the cache that proposed each token."""
+        return self._tries[row].followed(tokens)
+
+
+LOSSY_TRIES: Registry[type[TrieBuilder]] = Registry("lossy trie")
+"""Tries whose verification changes the distribution of the text; `polydraft.papers` registers them."""
