@@ -146,6 +146,15 @@ def test_broken_weights_fail_with_exit_code_1(invoke, tiny: str, tmp_path: Path)
     assert (code, out) == (1, "") and "cannot read the weights" in err and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [["generate", "hi"], ["analyze"], ["info"]], ids=lambda command: command[0])
+@pytest.mark.parametrize("name", ["./nowhere", "/nowhere", "~nobody/model"])
+def test_a_folder_that_is_not_there_is_one_line(invoke, name: str, command: list[str]) -> None:
+    """Also where a draft has yet to be looked for."""
+    code, _, err = invoke(*command, "--target", name)
+    assert code == 2
+    assert err.splitlines()[-1].startswith(f"polydraft: error: cannot load model '{name}': there is no such folder; allowed: ")
+
+
 def test_a_target_without_a_draft_says_what_would_help(invoke, tiny: str) -> None:
     code, _, err = invoke("generate", "abc", "--raw", "--target", tiny, "--max-new-tokens", "3")
     lines = [line for line in err.splitlines() if "no draft" in line]

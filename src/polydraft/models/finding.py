@@ -59,9 +59,9 @@ def checkpoint_folder(target: str) -> Path | None:
         return Path(target)
     if target.count("/") != 1 or is_inflated(target) or gguf_source(target) is not None:  # not what a hub has
         return None
-    cached = try_to_load_from_cache(target, "config.json")
-    options = {"local_files_only": True} if isinstance(cached, str) else hub_options(target)
     try:
+        cached = try_to_load_from_cache(target, "config.json")
+        options = {"local_files_only": True} if isinstance(cached, str) else hub_options(target)
         folder = Path(hf_hub_download(target, "config.json", **options)).parent
         if not (folder / "model.safetensors").exists():
             hf_hub_download(target, "model.safetensors.index.json", **options)

@@ -22,7 +22,7 @@ from polydraft.lab.analyze.comparison import Comparison, Row, takes, work
 from polydraft.lab.analyze.settings import AnalyzeSettings
 from polydraft.models import Head, LanguageModel, check_prompts
 from polydraft.models.fingerprint import digest_of, model_fingerprint
-from polydraft.models.loading import Loaded, load_draft, load_model
+from polydraft.models.loading import ALLOWED_TARGETS, Loaded, check_name, load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.models.translation import refuse_translated
 from polydraft.output import written_whole
@@ -39,6 +39,7 @@ class Pair:
     """A target and its draft, named as for `polydraft.load`, and loaded on first use."""
 
     def __init__(self, target: str, draft: str, device: str, dtype: str) -> None:
+        check_name("model", target, ALLOWED_TARGETS)
         self.target_name = target
         self.draft_name = default_draft(target, draft)
         if self.draft_name == "none":
