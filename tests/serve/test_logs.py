@@ -10,6 +10,7 @@ import httpx
 import pytest
 from tests.serve.test_safety import CHAT, LONG, MESSAGES, eventually
 
+from polydraft.cli.options import prepare
 from polydraft.errors import UsageError
 from polydraft.serve.logs import JsonLines, TextLines, logging_as
 from polydraft.serve.options import ServeOptions
@@ -161,6 +162,13 @@ def test_lines_of_other_libraries_and_warnings_are_written_the_same_way(capsys):
     assert [one["level"] for one in told] == ["error", "warning", "warning"]
     assert "ValueError: mine" in told[0]["traceback"] and told[1]["message"] == "two\nlines"
     assert "UserWarning: an old argument" in told[2]["message"]
+
+
+def test_a_model_that_is_loaded_while_the_server_logs_adds_no_second_line(capsys):
+    with logging_as("text"):
+        prepare(threads=None)
+        logging.getLogger("polydraft").info("a line")
+    assert capsys.readouterr().err.count("a line") == 1
 
 
 def test_formats_are_named():

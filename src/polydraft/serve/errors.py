@@ -19,7 +19,7 @@ _ERRORS = {
     "invalid_api_key": (401, "no valid API key; send one as 'Authorization: Bearer KEY'"),
     "request_too_large": (413, "the request is too large; allowed: {most} bytes; shorten it, or raise --max-body-bytes"),
     "too_many_bytes": (429, "too many large requests at the same time; try again later"),
-    "wrong_content_type": (415, "content type {kind}; allowed: application/json"),
+    "wrong_content_type": (415, "content type {kind}; allowed: application/json; set the header Content-Type"),
     "not_found": (404, "no path {path}; see {paths}"),
     "not_served": (404, "{path} is not served here: this server generates text and stores nothing; its paths: {paths}"),
     "method_not_allowed": (405, "{method} is not allowed for {path}; see {paths}"),

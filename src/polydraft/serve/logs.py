@@ -59,7 +59,7 @@ def log_as(style: str) -> None:
     handler.setFormatter(JsonLines() if style == "json" else TextLines())
     for name, level in _LEVELS.items():
         logger = logging.getLogger(name)
-        logger.handlers[:] = [] if name else [handler]
+        logger.handlers[:] = [logging.NullHandler()] if name else [handler]  # one that has none would be given one by commands
         logger.setLevel(level)
     logging.captureWarnings(True)
 
