@@ -80,7 +80,7 @@ WAYS = (
         options="--prediction FILE",
         takes="nothing",
         gives="7.17× at T=0 if a tenth of its lines change, 0.99× if it is wrong (SmolLM2-135M in float32, two Arm "
-        "cores); 14.7× beside a head, 0.97× of the head if it is wrong (7B shape in bf16, H200)",
+        "cores); 14.7× beside a head (7B shape in bf16, H200)",
     ),
     TRAIN,
 )
