@@ -155,8 +155,8 @@ def test_lines_of_other_libraries_and_warnings_are_written_the_same_way(capsys):
     with warnings.catch_warnings(), logging_as("json"):
         warnings.simplefilter("always")
         logging.getLogger("uvicorn.error").error("Exception in ASGI application", exc_info=ValueError("mine"))
-        logging.getLogger("some.library").warning("two\nlines")
-        logging.getLogger("some.library").info("not this")
+        logging.getLogger("other.package").warning("two\nlines")
+        logging.getLogger("other.package").info("not this")
         warnings.warn("an old argument", UserWarning, stacklevel=1)
     told = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     assert [one["level"] for one in told] == ["error", "warning", "warning"]

@@ -43,6 +43,8 @@ _TOGETHER = 4
 """Runs that are timed together on a GPU, so that the wait for it is not counted with each."""
 _DISTURBED = 1.6
 """If the third quartile of repeated times is more than this multiple of the first, the machine was busy."""
+_EDITION = 2
+"""Of what is measured; tables of earlier ones are not read."""
 _tables: dict[Path, dict[str, Any]] = {}
 """Tables that this process has read or measured."""
 SCHEMES_MEASURED = ("top", "hybrid")
@@ -339,7 +341,7 @@ def _key(target: LanguageModel, draft: Draft, nodes: int) -> str:
         place = f"{torch.cuda.get_device_name(target.device)} {'captured' if target.graph_obstacle is None else 'eager'}"
     kind = "int8" if getattr(target, "int8", False) else getattr(target, "dtype", "table")
     native = "native" if getattr(target, "native", None) is not None else "torch"
-    version = hashlib.sha256(f"{package_version()} {torch.__version__} {cpu_features()}".encode()).hexdigest()[:8]
+    version = hashlib.sha256(f"{_EDITION} {package_version()} {torch.__version__} {cpu_features()}".encode()).hexdigest()[:8]
     words = (target.name, "ngrams" if draft is None else draft.name, kind, native, place, nodes, version)
     return "_".join("".join(letter if letter.isalnum() else "-" for letter in str(word))[-40:] for word in words)
 

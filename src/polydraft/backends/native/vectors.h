@@ -62,8 +62,8 @@ INLINE void store(float *to, Floats value) { memcpy(to, &value, sizeof value); }
 
 INLINE Floats all(float value) { return value - (Floats){0}; }
 
-/* a * b + c, rounded once where the CPU can. Compilers fuse by the loop around a product (GCC 13 on Sapphire Rapids and Zen, in
- * some loops only), and a sum would depend on how many tokens share its loop; so they may not, and sums say it themselves.
+/* a * b + c, rounded once where the CPU can. Left to themselves, compilers fuse in some loops and not in others (GCC for Zen, and
+ * since GCC 13 for Sapphire Rapids): a sum would depend on how many tokens share its loop. So they may not fuse; sums call this.
  */
 INLINE Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
