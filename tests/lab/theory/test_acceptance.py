@@ -1,5 +1,6 @@
 """What `acceptance` says of every registered scheme, against the sum over all its drawings."""
 
+import sys
 import time
 
 import pytest
@@ -90,6 +91,22 @@ def test_numbers_do_not_depend_on_neighbours_or_repeat_differently() -> None:
     for name in sorted(EXACT - {"speculative", "spechub"} & set(SCHEMES)):
         alone_1 = acceptance(name, target_CV[3:4], draft_CV[3:4], 3).value_R
         torch.testing.assert_close(alone_1, acceptance(name, target_CV, draft_CV, 3).value_R[3:4], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", sorted({*SCHEMES} - EXACT))
+def test_drawings_of_a_row_do_not_depend_on_how_many_are_computed_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A GPU computes more rows and more drawings at a time than a host, from the same random numbers.
+    target_CV, draft_CV = tiny(5, 3)
+    count, generator = largest_count(SCHEMES.get(name), 3), torch.Generator().manual_seed(7)
+    whole_C = acceptance(name, target_CV, draft_CV, count, samples=20, generator=generator).value_R
+    for module in ("acceptance", "_formulas"):
+        monkeypatch.setattr(sys.modules[f"polydraft.lab.theory.{module}"], "chunk_size", lambda device: 16)
+    generator = torch.Generator().manual_seed(7)
+    parts = [
+        acceptance(name, target_CV[rows], draft_CV[rows], count, samples=20, generator=generator).value_R
+        for rows in (slice(2), slice(2, None))
+    ]
+    torch.testing.assert_close(torch.cat(parts), whole_C, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(

@@ -135,9 +135,8 @@ def _looked_up(formula: Sampled, generator: torch.Generator, samples: int | None
     """Mean and standard error over drawings that cost a few look-ups each."""
 
     def moments(target_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
-        shape = (count, len(draft_RV), samples or _LOOKUP_SAMPLES)
-        uniforms_KRX = torch.rand(*shape, generator=generator, dtype=torch.float64).to(draft_RV.device)
-        return _moments(formula(target_RV, draft_RV, uniforms_KRX))
+        uniforms_RXK = _uniforms(len(draft_RV), samples or _LOOKUP_SAMPLES, count, generator)
+        return _moments(formula(target_RV, draft_RV, uniforms_RXK.movedim(-1, 0).to(draft_RV.device)))
 
     return moments
 
@@ -149,11 +148,12 @@ def _drawn(scheme: Scheme, generator: torch.Generator, samples: int | None) -> F
 
     def moments(target_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
         rows, device, values = len(draft_RV), draft_RV.device, []
+        uniforms_RXU = _uniforms(rows, drawings, count + picks, generator)
         at_once = max(1, chunk_size(device) // draft_RV.numel())
         for begin in range(0, drawings, at_once):
             copies = min(at_once, drawings - begin)
             many_target_RV, many_draft_RV = target_RV.repeat(copies, 1), draft_RV.repeat(copies, 1)
-            uniforms_RU = torch.rand(copies * rows, count + picks, generator=generator, dtype=torch.float64).to(device)
+            uniforms_RU = uniforms_RXU[:, begin : begin + copies].transpose(0, 1).flatten(0, 1).to(device)
             children_RK = scheme.draw(many_draft_RV, uniforms_RU[:, :count])
             if picks:
                 value_R = _race_acceptance(scheme, many_target_RV, many_draft_RV, children_RK, uniforms_RU[:, count:])
@@ -163,6 +163,11 @@ def _drawn(scheme: Scheme, generator: torch.Generator, samples: int | None) -> F
         return _moments(torch.cat(values, dim=1))
 
     return moments
+
+
+def _uniforms(rows: int, drawings: int, count: int, generator: torch.Generator) -> Tensor:
+    """Draw random numbers row by row, so that a row's do not depend on how many rows and drawings are computed at a time."""
+    return torch.rand(rows, drawings, count, generator=generator, dtype=torch.float64)
 
 
 def _moments(values_RX: Tensor) -> Tensor:
