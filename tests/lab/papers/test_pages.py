@@ -17,8 +17,10 @@ import pytest
 
 from polydraft.cli.main import cli
 from polydraft.draft import LOSSY_DRAFTERS
+from polydraft.lab.estimate import Estimate
 from polydraft.lab.papers import PAPERS, DistributionRun, Results
 from polydraft.lab.papers.pages import keep, measured, read_kept, write_kept
+from polydraft.lab.papers.paper import ordering
 from polydraft.papers.target_init import TargetInit
 
 ROOT = Path(__file__).parents[3]
@@ -199,6 +201,14 @@ def test_figures_are_kept_without_what_nobody_reads(tmp_path: Path) -> None:
     assert again["one"] == counted and again["distributions"]["rows"] == [{"acceptance": 0.12346}]
     assert again.about("one") == "target t, draft d, float32 on 2 threads of a cpu, 8 new tokens, 2026-01-02, 2 prompts of set"
     assert again.about("none") == "not measured" and again.text("one", "ar", "speedup", "×") == "–"
+
+
+def test_a_claim_says_what_it_takes_where_it_was_not_measured() -> None:
+    known, unknown = ("ours", Estimate.exactly(2.0)), ("ours", None)
+    said = {"why": "a reason", "missing": "another pair"}
+    rows = [ordering("more than one", one, ("one", Estimate.exactly(1.0)), **said) for one in (known, unknown)]
+    assert [row[2:] for row in rows] == [["yes", "a reason"], ["not measured", "another pair"]]
+    assert ordering("more than one", unknown, why="a reason")[3] == "a reason"
 
 
 def test_what_was_measured_again_replaces_its_own_runs_only(tmp_path: Path) -> None:

@@ -62,7 +62,7 @@ _WHAT = (
     "seconds; their brackets hold the least and the most of three blocks. Peak memory is the whole process's, all methods' "
     "captured rounds included. Methods with a star are not in the paper: there, what the target predicted before drafts too."
 )
-_NO_JOULES = "Energy was not read."
+_NO_JOULES = "energy was not read"
 
 
 def _difference(results: Results, method: str, base: str) -> Estimate | None:
@@ -129,7 +129,7 @@ def _pareto(results: Results) -> Comparison:
         ours=[_row(name, results, method) for name, method in _ALL.items()],
         published_note="SQuAD and Spider, Llama-2-13B and others; the figures print no numbers, the text states the claim",
         published=[["at equal quality DSBD is 1.5 to 1.9 times as fast as beam sampling, with 1.8 to 2.5 times less energy"]],
-        remark=_WHAT if joules else f"{_WHAT} {_NO_JOULES}",
+        remark=_WHAT if joules else f"{_WHAT} {_NO_JOULES.capitalize()}.",
         charts=charts,
     )
 
@@ -194,15 +194,26 @@ def _orderings(results: Results) -> list[list[str]]:
     claim, why = "with one cache, as good as beam sampling of width 5", "the paper has a judge's scores, 3.52 against 3.51"
     gap = _difference(results, method, _BEAMS[5])
     rows.append(ordering(claim, ("difference in log-likelihood", gap), ("none", Estimate.exactly(0.0)), why=why, alike=True))
-    for claim, key, base, name in (
-        ("with one cache, 1.53 times as fast as beam sampling of width 5", "speedup", _BEAMS[5], "W=5"),
-        ("with one cache, 1.54 times less energy than beam sampling of width 5", "joules_per_token", _BEAMS[5], "W=5"),
-        ("with one cache, about as fast as SpD", "speedup", _SPECULATIVE, "SpD"),
-    ):
-        pair = [(label, results.figure(_SPEED, method, key)), (name, results.figure(_SPEED, base, key))]
-        pair = pair[::-1] if key == "joules_per_token" else pair
-        rows.append(ordering(claim, *pair, digits=2, alike=base == _SPECULATIVE))
-    return rows
+    for what, key, factor in (("times as fast as", "speedup", 1.53), ("times less energy than", "joules_per_token", 1.54)):
+        claim = f"with one cache, {factor} {what} beam sampling of width 5"
+        rows.append(_times(results, claim, key, factor, (label, method), ("W=5", _BEAMS[5])))
+    pair = [(name, results.figure(_SPEED, one, "speedup")) for name, one in ((label, method), ("SpD", _SPECULATIVE))]
+    why = "SpD's draft is trained on the target here"
+    return [*rows, ordering("with one cache, about as fast as SpD", *pair, digits=2, why=why, alike=True)]
+
+
+def _times(
+    results: Results, claim: str, key: str, factor: float, ours: tuple[str, str], base: tuple[str, str], said: str = ""
+) -> list[str]:
+    """Return the row of a claim that a method is so many times as fast as another, or takes as many times less energy."""
+    pair = [(name, results.figure(_SPEED, method, key)) for name, method in (ours, base)]
+    pair = pair if key == "speedup" else pair[::-1]  # of joules, beams should take more
+    (name, more), (other, less) = pair
+    scaled = None if less is None else less.scaled(factor)
+    at_all = f"{'faster' if key == 'speedup' else 'less'} at all: {verdict([more, less])}"
+    why = "; ".join(filter(None, (at_all, said)))
+    missing = "; ".join(filter(None, (_NO_JOULES if key != "speedup" else "", said)))
+    return ordering(claim, (name, more), (f"{factor:g} × {other}", scaled), digits=2, why=why, missing=missing)
 
 
 def _at_equal_quality(results: Results, width: int) -> list[list[str]]:
@@ -223,12 +234,10 @@ def _at_equal_quality(results: Results, width: int) -> list[list[str]]:
         return [[claim, said, holds, ""] for claim in claims.values()]
     good = [label for label, figure in known.items() if figure >= 0]
     found = max(good, key=lambda label: results.figure(_SPEED, _DYNAMIC[label], "speedup") or 0.0)
-    why = f"the fastest setting that is as likely; its likelihood, minus beams': {text_of(known[found], digits=3)}"
-    rows = []
-    for key, claim in claims.items():
-        pair = [(found, results.figure(_SPEED, _DYNAMIC[found], key)), (f"W={width}", results.figure(_SPEED, base, key))]
-        rows.append(ordering(claim, *(pair if key == "speedup" else pair[::-1]), digits=2, why=why))
-    return rows
+    said = f"the fastest setting that is as likely; its likelihood, minus beams': {text_of(known[found], digits=3)}"
+    ours, beam = (found, _DYNAMIC[found]), (f"W={width}", base)
+    factors = {"speedup": 1.5, "joules_per_token": 1.8}
+    return [_times(results, claim, key, factors[key], ours, beam, said) for key, claim in claims.items()]
 
 
 _SETTINGS = {"top_k": 10, "top_p": 0.8, "log_likelihood": True}

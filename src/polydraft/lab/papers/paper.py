@@ -9,7 +9,7 @@ from typing import Any
 
 from polydraft.lab.bench import BASELINE
 from polydraft.lab.charts import Chart
-from polydraft.lab.estimate import Estimate, bounds, verdict, with_intervals
+from polydraft.lab.estimate import Estimate, Verdict, bounds, verdict, with_intervals
 from polydraft.registry import Registry
 
 REPEATED = f"{BASELINE},arm=2"
@@ -217,13 +217,21 @@ def text_of(value: float | None, unit: str = "", digits: int = 2) -> str:
     return f"{value:z.{digits}f}{unit}{spread}"  # without a sign on what rounds to 0
 
 
-def ordering(claim: str, *figures: tuple[str, float | None], digits: int = 3, why: str = "", alike: bool = False) -> list[str]:
+def ordering(
+    claim: str,
+    *figures: tuple[str, float | None],
+    digits: int = 3,
+    why: str = "",
+    missing: str = "",
+    alike: bool = False,
+) -> list[str]:
     """Return the row of a claim: what the paper says, our figures (largest first, as claimed), whether it holds, and why.
 
-    With `alike` the claim is that the figures do not differ.
+    With `alike` the claim is that the figures do not differ; `missing` says what it takes where one is not measured.
     """
     found = ", ".join(f"{name} {text_of(value, digits=digits)}" for name, value in figures)
-    return [claim, found, verdict([value for _, value in figures], alike=alike), why]
+    holds = verdict([value for _, value in figures], alike=alike)
+    return [claim, found, holds, missing or why if holds == Verdict.UNKNOWN else why]
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
