@@ -24,7 +24,7 @@ from typing import Any
 from polydraft import SamplingParams, load
 from polydraft.engine import Decoder
 from polydraft.prompts import load_prompts
-from polydraft.serve.lane import LaneOptions
+from polydraft.serve.lane import LaneOptions, fitting_pool
 from polydraft.serve.request import AUTO, OFF, Request
 from polydraft.serve.scheduler import Scheduler
 
@@ -100,7 +100,8 @@ async def timed_clients(
     """Time so many clients of a scheduler."""
     warm = [SamplingParams(temperature=options.temperature)] if options.warm else []
     size = LaneOptions(slots=options.slots or count, slot_tokens=LONGEST, chunk_tokens=CHUNK)
-    scheduler, gaps = Scheduler(decoder, size, max_queue=count, warm_up=warm), list[float]()
+    pool = None if options.cache_gb == 0 else fitting_pool(decoder.target.device, options.cache_gb)
+    scheduler, gaps = Scheduler(decoder, size, max_queue=count, warm_up=warm, pool=pool), list[float]()
     scheduler.start()
     start = time.perf_counter()
     while not scheduler.ready:
@@ -207,6 +208,7 @@ def main() -> None:
     parser.add_argument("--temperatures", type=float, nargs="*", default=[0.7])
     parser.add_argument("--streams", type=lambda text: [int(one) for one in text.split(",")], default=[1, 4, 16, 64])
     parser.add_argument("--slots", type=int, help="of the scheduler; as many as there are streams otherwise")
+    parser.add_argument("--cache-gb", type=float, help="for all texts; with 0 each slot has memory for the longest of its own")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=3)

@@ -6,7 +6,8 @@ that are not at work *sleep*: their state stays where it is and comes back with 
 captured rounds of all sizes find them.
 
 A class that keeps state by row is a `ByRow`: it names its attributes in `ROW_STATE` and its parts in `row_parts`; `resize` and
-`swap_rows` are inherited. Parameters do not move with their rows: whoever resizes or swaps sets them afterwards.
+`swap_rows` are inherited, and so are `take_row` and `put_row`, for a text that gives its row up and comes back. Parameters do
+not move with their rows: whoever resizes or swaps sets them afterwards.
 """
 
 from collections.abc import Iterable
@@ -14,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 
 class ByRow:
@@ -67,6 +69,32 @@ class ByRow:
                 whole[first], whole[second] = whole[second], whole[first]
                 setattr(self, name, self.keep_rows(name, whole, len(seen)))
 
+    def take_row(self, row: int) -> Any:
+        """Return all that is kept of a row but the slots of its text, for `put_row`, and leave it as a new one."""
+        self.before_rows_change()
+        own = dict[str, Any]()
+        for name in self.ROW_STATE:
+            seen = getattr(self, name)
+            if seen is not None:
+                own[name] = seen[row].clone() if isinstance(seen, Tensor) else seen[row]
+                seen[row] = self.new_row(name)
+        return own, [part.take_row(row) for part in self.row_parts()]
+
+    def put_row(self, row: int, taken: Any) -> None:
+        """Go on in a row with what `take_row` returned; its text is in the slots already."""
+        self.before_rows_change()
+        own, parts = taken
+        for name, value in own.items():
+            if isinstance(value, Tensor):
+                whole_BX = self._as_wide(name, value)
+                whole_BX[row][tuple(slice(size) for size in value.shape)] = (
+                    value  # what is behind it is as in a row that has begun
+                )
+            else:
+                getattr(self, name)[row] = value
+        for part, of_part in zip(self.row_parts(), parts, strict=True):
+            part.put_row(row, of_part)
+
     def every_row(self, name: str) -> Any:
         """Return all rows of an attribute, at work or not; a list is a copy."""
         seen, known = getattr(self, name), self._rows_kept.get(name)
@@ -92,6 +120,15 @@ class ByRow:
         more_BX = whole.new_empty(missing, *whole.shape[1:])
         more_BX[:] = self.new_row(name)
         return torch.cat([whole, more_BX])
+
+    def _as_wide(self, name: str, row_X: Tensor) -> Tensor:
+        """Return all rows of an attribute, made as wide as a row that was taken out when they were wider."""
+        whole_BX: Tensor = self.every_row(name)
+        missing = [max(wanted - size, 0) for wanted, size in zip(row_X.shape, whole_BX.shape[1:], strict=True)]
+        if any(missing):
+            whole_BX = functional.pad(whole_BX, [side for more in reversed(missing) for side in (0, more)])
+            setattr(self, name, self.keep_rows(name, whole_BX, len(getattr(self, name))))
+        return whole_BX
 
     @property
     def _rows_kept(self) -> dict[str, Any]:

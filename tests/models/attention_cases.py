@@ -64,3 +64,13 @@ def largest_error(case: Case, device: str, max_length: int | None = None, plan: 
     exact = [tensor.float().nan_to_num(0.0) for tensor in (query_BHTC, key_BHSC, value_BHSC)]
     expected = tree_attention.reference(*exact, lengths_B, visible_BTU, scale, longest)
     return float((got.float() - expected).abs().max())
+
+
+def by_blocks(key_BHSC: Tensor, value_BHSC: Tensor) -> tuple[Tensor, Tensor]:
+    """Return keys and values as memory by blocks has them: slots follow each other with all that they hold."""
+    batch_size, heads, slots, channels = key_BHSC.shape
+    memory_BSL2HC = key_BHSC.new_full((batch_size, slots, 3, 2, heads, channels), torch.nan)
+    for part, stored_BHSC in enumerate((key_BHSC, value_BHSC)):
+        memory_BSL2HC[:, :, 1, part] = stored_BHSC.transpose(1, 2)
+    key_BSHC, value_BSHC = memory_BSL2HC[:, :, 1].unbind(2)
+    return key_BSHC.transpose(1, 2), value_BSHC.transpose(1, 2)

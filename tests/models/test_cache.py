@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polydraft.errors import FailureError
-from polydraft.models import TabularModel, storage
+from polydraft.models import TabularModel, blocks
 from polydraft.models.cache import SlotCache
 from polydraft.trees import Block, causal_block, parse_tree
 
@@ -130,7 +130,7 @@ def test_overflow_is_caught_before_it_writes():
 @pytest.mark.parametrize("at_once", [1, 10**9])
 def test_rows_change_places_and_come_back(at_once, monkeypatch):
     """One of them may be out of use; a few layers at a time, if texts are long."""
-    monkeypatch.setattr(storage, "SWAPPED_NUMBERS", at_once)
+    monkeypatch.setattr(blocks, "SWAPPED_NUMBERS", at_once)
     cache = SlotCache(LAYERS, capacity=6)
     keys, values = states(4, 1), states(4, 2)
     cache.aim(slots([0, 0, 0], 4), 0, used=4)

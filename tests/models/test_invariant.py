@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import interpreted
+from models.attention_cases import by_blocks
 from models.invariant_cases import TreeCase, products
 from polydraft.backends.triton import invariant as _invariant
 from polydraft.backends.triton import power_of_two
@@ -45,6 +46,20 @@ def test_attention_in_a_tree_alone_and_in_a_prompt(length, at_once, monkeypatch)
     ways = (case.in_a_tree("cpu")[0], case.in_a_tree("cpu", batch=2, max_length=case.length + 4)[1], case.alone("cpu", size=3))
     for found in ways:
         torch.testing.assert_close(found.double(), expected, **CLOSE)
+
+
+@needs_triton
+@pytest.mark.parametrize("at_once", [False, True], ids=["splits apart", "at once"])
+def test_slots_may_follow_each_other_with_all_that_they_hold(at_once, monkeypatch):
+    monkeypatch.setattr(_invariant, "_MULTIPROCESSORS", 1 if at_once else 10**6)
+    monkeypatch.setattr(_invariant, "_SPLIT_KEYS", 32)
+    case = TreeCase(length=37, key_heads=2, group=2, channels=16)
+    query, key, value = (tensor.repeat(2, 1, 1, 1) for tensor in case.build("cpu")[2:])
+    found = [
+        _invariant.invariant_attention(query, *stored, case.sight("cpu", 2), case.scale)
+        for stored in ((key, value), by_blocks(key, value))
+    ]
+    assert torch.equal(*found)
 
 
 @needs_triton

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import interpreted as interpreter
-from models.attention_cases import Case, largest_error
+from models.attention_cases import Case, by_blocks, largest_error
 from polydraft.backends.triton import attention as module
 from polydraft.backends.triton.attention import AttentionPlan, attend_tree, obstacle, plan_attention
 from polydraft.models.attention import tree_attention
@@ -59,6 +59,13 @@ def test_rows_may_share_one_mask_and_lengths_may_move_on():
         got = attend_tree(query, key, value, lengths + step, shared, 0.3, 40)
         expected = tree_attention.reference(query, key, value, lengths + step, shared, 0.3, 0)
         torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@interpreted
+def test_slots_may_follow_each_other_with_all_that_they_hold():
+    query, key, value, lengths, visible = Case(lengths=(20, 33), size=4, group=2, channels=16).build("cpu")
+    expected = attend_tree(query, key, value, lengths, visible, 0.3, 40)
+    assert torch.equal(attend_tree(query, *by_blocks(key, value), lengths, visible, 0.3, 40), expected)
 
 
 @interpreted

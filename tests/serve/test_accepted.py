@@ -4,11 +4,14 @@ import logging
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from polydraft.errors import UsageError
+from polydraft.models.blocks import Pool
+from polydraft.models.hf_context import HFContext
 from polydraft.sampling import SamplingParams
 from polydraft.serve import lane
-from polydraft.serve.lane import Lane, LaneOptions, fitting_tokens
+from polydraft.serve.lane import Lane, LaneOptions, fitting_pool, fitting_tokens
 from polydraft.serve.neutral import _NEUTRAL
 from polydraft.serve.options import ServeOptions
 from polydraft.serve.protocol import read_request
@@ -198,22 +201,29 @@ def test_slots_are_as_long_as_the_model_and_the_memory_allow(tiny_decoder, servi
     assert ServeOptions().slot_tokens is None
     assert serving(slot_tokens=None).service.slot_tokens == tiny_decoder.target.max_positions == 1024
     monkeypatch.setattr(tiny_decoder.target, "max_positions", 10_000)
+    assert fitting_tokens(tiny_decoder, 6, Pool(1)) == 10_000, "texts take memory as they grow"
+    monkeypatch.setattr(tiny_decoder.target, "max_positions", None)
+    assert fitting_tokens(tiny_decoder, 6, Pool(1)) == 16_384
+    monkeypatch.setattr(HFContext, "lend", lambda self, pool: None)
     one = Lane(tiny_decoder, LaneOptions(slots=1, slot_tokens=2048, chunk_tokens=64))
     one.reserve()
     per_token = one.cache_bytes / 2048
     caplog.set_level(logging.INFO, "polydraft.serve")
-
-    def chosen(free, slots=6):
-        monkeypatch.setattr(lane, "free_bytes", lambda device: free)
-        return fitting_tokens(tiny_decoder, slots)
-
-    assert chosen(None) == 2048
-    assert chosen(1) == 2048, "the least, whatever the memory: reserving it says what is too much"
-    assert chosen(10**12, 2) == 10_000, "no more than the model reads"
-    middle = chosen(4 * 6 * 5000 * per_token)
+    assert fitting_tokens(tiny_decoder, 6, Pool(1)) == 2048, (
+        "the least, whatever the memory: reserving it says what is too much"
+    )
+    assert fitting_tokens(tiny_decoder, 2, Pool(10**12)) == 16_384
+    middle = fitting_tokens(tiny_decoder, 6, Pool(int(6 * 5000 * per_token)))
     assert 4500 <= middle <= 5000 and middle % 256 == 0
     assert f"--slot-tokens {middle}: 6 slots take" in caplog.text
-    monkeypatch.setattr(tiny_decoder.target, "max_positions", None)
-    assert chosen(10**12, 2) == 16_384
-    monkeypatch.setattr(lane, "_MOST_ON_HOST", 2 * 3000 * per_token)
-    assert chosen(10**12, 2) < 3072, "as quick to write as that"
+
+
+@pytest.mark.parametrize(
+    ("free", "asked", "size"),
+    [(None, None, 1e9), (8e9, None, 2e9), (10**12, None, 4e9), (1, 3.5, 3.5e9)],
+)
+def test_the_pool_is_as_large_as_asked_or_as_the_memory_allows(monkeypatch, free, asked, size):
+    monkeypatch.setattr(lane, "free_bytes", lambda device: free)
+    assert fitting_pool(torch.device("cpu"), asked).size == size
+    on_gpu = fitting_pool(torch.device("cuda"), asked)
+    assert (None if on_gpu is None else on_gpu.size / 1e9) == asked

@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from polydraft.batch.files import BatchOptions, PromptFile, Results, Row, Totals
 from polydraft.engine import Decoder, TokenSequence
 from polydraft.errors import FailureError, UsageError
@@ -13,7 +15,7 @@ from polydraft.models.prefixes import Prefixes
 from polydraft.prompts import prompt_of
 from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_seed
-from polydraft.serve.lane import Lane, LaneOptions, fitting_prefixes
+from polydraft.serve.lane import Lane, LaneOptions, check_pool, fitting_pool, fitting_prefixes
 from polydraft.serve.request import Request
 
 _LEAST_WINDOW = 1024
@@ -59,7 +61,7 @@ def generate_rows(
     check_params(task.sampling, decoder.target.vocab_size)
     slot_tokens = min(options.slot_tokens, decoder.target.max_positions or options.slot_tokens)
     size = LaneOptions(slots=options.slots, slot_tokens=slot_tokens, chunk_tokens=options.chunk_tokens)
-    lane = Lane(decoder, size, prefixes=Prefixes(fitting_prefixes(decoder.target.device)))
+    lane = _lane(decoder, size)
     rows, running = enumerate(wanted), dict[Request, tuple[int, Row]]()
     ready: dict[int, dict[str, Any]] = {}
     """Results by place, until all earlier ones are there."""
@@ -87,6 +89,20 @@ def generate_rows(
             written += 1
         if group:
             yield group
+
+
+def _lane(decoder: Decoder, size: LaneOptions) -> Lane:
+    """Return a lane with memory for any text."""
+    pool = fitting_pool(decoder.target.device)
+    lane = Lane(decoder, size, prefixes=Prefixes(fitting_prefixes(decoder.target.device)), pool=pool)
+    try:
+        lane.reserve()
+        check_pool(pool, [lane])
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise FailureError(
+            f"too little memory for {size.slots} slots of {size.slot_tokens} tokens; use smaller --slots or --slot-tokens"
+        ) from error
+    return lane
 
 
 def _sequence(decoder: Decoder, row: Row, task: BatchTask, slot_tokens: int) -> TokenSequence:

@@ -62,7 +62,7 @@ RIDERS: Registry[Callable[[RiderOptions, LanguageModel, int], Riders]] = Registr
 
 _NEW_ROW: dict[str, Callable[[], object]] = {
     "read": list,
-    "idle": bool,
+    "idle": lambda: True,  # until a text begins
     "resting": bool,
     "promised": lambda: (False, False),
     "awake": lambda: True,

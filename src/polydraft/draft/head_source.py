@@ -147,7 +147,13 @@ class HeadSource(DistributionSource):
             tokens_BT = brought(torch.tensor([tokens + [0] * (size - len(tokens)) for tokens in following]), self.device)
             self._context.reserve(max(held[rows]) + size)
             fused_BTH = self._context.fused(features_BTF[:, :size])
-            self._context.part(rows).store(tokens_BT, fused_BTH)
+            if self._context.has_room(rows, size):
+                self._context.part(rows).store(tokens_BT, fused_BTH)
+            else:
+                for row, (own, count) in enumerate(zip(range(rows.start, rows.stop), kept, strict=True)):
+                    if count:
+                        one = slice(own, own + 1)
+                        self._context.part(one).store(tokens_BT[row : row + 1, :count], fused_BTH[row : row + 1, :count])
         for row, count in enumerate(kept, start=rows.start):
             held[row] += count
         self._context.rewind(held)

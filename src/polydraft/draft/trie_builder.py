@@ -104,7 +104,7 @@ class TrieBuilder(Builder):
             if source.riders.num_uniforms:
                 source.riders.resting_B = torch.tensor(source.resting, device=self._device)
         self._tries = [
-            self.trie(memories, read[-1]) if awake and not idle and not resting else TokenTrie(read[-1])
+            self.trie(memories, read[-1]) if awake and not idle and not resting else TokenTrie(read[-1] if read else 0)
             for awake, memories, read, idle, resting in zip(
                 source.awake, source.memories, source.read, source.idle, source.resting, strict=True
             )

@@ -122,6 +122,7 @@ class Engine:
             with self.undivided():
                 if not self._launched:
                     self._admit(awaited)
+                    self._make_room()
                     ended = self._end_read()
                     if ended or not any(self.slots.active()):
                         return ended
@@ -155,7 +156,8 @@ class Engine:
 
         Short prompts need not wait for a long one: half of what is read may be theirs.
         """
-        fresh, changed = self.slots.fit(self.waiting)
+        starved = bool(self.waiting) and not self.slots.can_take(self.waiting[0])
+        fresh, changed = self.slots.fit(() if starved else self.waiting)
         if changed and self.walk is not None:
             self.walk = self._chosen_walk()  # where all that is left is greedy, trees are drawn in another way
             self.workspace.activate(self.slots.active())
@@ -165,11 +167,13 @@ class Engine:
         while room > 0 and (reading or (self.waiting and free)):
             fitting = (one for one in self.waiting if free and (not reading or len(one.prompt) <= passing))
             first_come = next((one for one in fitting if not self.slots.awaits(one)), None)
+            if first_come is not None and not self.slots.hold(free[0], first_come):
+                first_come, free = None, []  # until others leave some memory
             if reading and first_come is None:
                 slot = reading.pop(0)
                 start = self.slots.known.pop(slot)
             elif first_come is None:
-                break  # all that wait will find more once another prompt is read
+                break  # all that wait will find more once another prompt is read, or memory once another text ends
             else:
                 self.waiting.remove(first_come)
                 passing -= len(first_come.prompt)
@@ -177,10 +181,10 @@ class Engine:
                 new.append(slot)
             sequence = self.slots[slot]
             assert sequence is not None
-            length = min(len(sequence.prompt), start + room)
+            length = min(len(sequence.tokens), start + room)
             room -= length - start
             self._pace.read(length - start)
-            if length < len(sequence.prompt):
+            if length < len(sequence.tokens):
                 self.slots.known[slot] = max(length, _LEAST_TEXT)
             rows.append(slot)
         if not rows:
@@ -203,7 +207,7 @@ class Engine:
         longest = max(sequence.end for sequence in self.slots.running())
         self._share()
         read = {slot: self.slots[slot] for slot in rows}
-        wishes = {slot: own for slot, own in read.items() if own is not None and own.prompt_top_logprobs is not None}
+        wishes = {slot: own for slot, own in read.items() if own and own.prompt_top_logprobs is not None and own.is_fresh}
         unread = [slot for slot in new if slot in wishes]
         if not (keep or self.slots.recalls):
             unread = list(range(len(self.slots))) if first else new
@@ -217,10 +221,24 @@ class Engine:
                 params=self.workspace.params.replaced(params),
                 wishes=wishes,
             )
+            for slot in rows:
+                if active[slot]:
+                    self.slots.come_back(slot)
             self.workspace.activate(active)
             at_work = [one for one in self.slots if one is not None]
             self.workspace.begun.watched = any(one.traced or one.top_logprobs is not None for one in at_work)
         self.walk = self._chosen_walk()
+
+    def _make_room(self) -> None:
+        """Have memory for the next round: where there is too little, the youngest texts give theirs up."""
+        while not self.slots.have_room(1):
+            self._put_back()
+
+    def _put_back(self) -> None:
+        """Let the youngest text wait until there is memory for it up to its end."""
+        self.waiting.appendleft(self.slots.put_back())
+        self.workspace.retire(self.slots.texts(), self.slots.active())
+        self.slots.rest()
 
     def _end_read(self) -> list[Emitted]:
         """End texts that ask for nothing after their prompts."""
@@ -265,7 +283,7 @@ class Engine:
         most = self.session.reach + 1
         goes_on = any(len(sequence.tokens) + most < sequence.end for sequence in self.slots.running())
         reads = any(slot not in self.slots.free() for slot in self.slots.known)
-        if not goes_on or self.waiting or reads or self._retiring:
+        if not goes_on or self.waiting or reads or self._retiring or not self.slots.have_room(2):
             return False
         return self.workspace.launcher.runs_ahead(self.workspace.begun, self.workspace.contexts, now)
 
@@ -328,9 +346,11 @@ class Engine:
                 self._launched.clear()  # rounds launched ahead of finished rows are discarded
             self._retiring = bool(self._launched)
             if not self._retiring:
+                self.slots.vacate_ended()
                 self.workspace.retire(self.slots.texts(), self.slots.active())
                 while self._spoilt:
                     self.workspace.clear(self._spoilt.pop())
+                self.slots.rest()
 
     def _failed(self, slot: int, sequence: TokenSequence, fault: Fault) -> Emitted:
         """End a sequence whose round failed; raise the failure unless sequences fail alone."""

@@ -127,6 +127,10 @@ class TokenSequence:
     """Whose texts may share its beginning, where an engine keeps some: those of the same space; None for no others."""
     cached: int = field(init=False, default=0)
     """Tokens of its prompt that the target need not read."""
+    turn: int | None = field(init=False, default=None)
+    """How many others an engine had let in before it."""
+    row_state: Any = field(init=False, default=None)
+    """What was kept of it beside its memory, where it gave that up for others (docs/decisions/064) and waits for its return."""
     row_params: SamplingParams = field(init=False)
     """The same, with the tokens that end it, and logits processors that are not asked what follows the end."""
     tokens: list[int] = field(init=False)

@@ -1,5 +1,6 @@
 """Which text is in which row of a workspace, and how many rows rounds have."""
 
+import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import torch
@@ -9,6 +10,9 @@ from polydraft.engine.workspace import Workspace
 from polydraft.models.memory import NO_TEXT, common_prefix
 from polydraft.models.prefixes import BLOCK, Prefixes
 from polydraft.sampling import Noise
+
+_ROUNDS = 2
+"""That a new text finds memory for: one may be launched before the outcome of another is known."""
 
 
 class Slots:
@@ -36,6 +40,7 @@ class Slots:
         """Slots whose prompts are not read to their ends yet, and how many tokens of them the memories may know."""
         self.noise = Noise([torch.Generator() for _ in self.sequences], workspace.target.device)
         """Random numbers of the texts at work."""
+        self._turns = itertools.count()
 
     @property
     def recalls(self) -> bool:
@@ -78,12 +83,82 @@ class Slots:
 
     def take(self, sequence: TokenSequence, free: list[int]) -> tuple[int, int]:
         """Let a text into a free slot; return it, and how many tokens of the prompt the memories know there already."""
-        slot = free.pop(0)
+        slot, known = free.pop(0), 0
         self.known.pop(slot, None)
         self.sequences[slot] = sequence
         if self._prefixes is not None:
-            sequence.cached = self._workspace.recall(slot, _sought(sequence), sequence.space, self._prefixes)
-        return slot, sequence.cached
+            known = self._workspace.recall(slot, _sought(sequence), sequence.space, self._prefixes)
+        if sequence.turn is None:
+            sequence.turn, sequence.cached = next(self._turns), known
+        if self._workspace.pool is not None:
+            self._workspace.pool.owed.discard(sequence)
+        return slot, known
+
+    def can_take(self, sequence: TokenSequence) -> bool:
+        """Whether there is memory for a text, as far as its pool says. Those that are owed some come before new ones."""
+        pool = self._workspace.pool
+        if pool is None:
+            return True
+        if any(not one.done for one in pool.owed) and sequence not in pool.owed:
+            return False
+        return self._workspace.room(*self._wants(sequence)) <= pool.free
+
+    def hold(self, slot: int, sequence: TokenSequence) -> bool:
+        """Have memory in a free slot for a text that is to be taken there; return whether there is."""
+        if not self.can_take(sequence):
+            return False
+        held = self._workspace.hold(slot, *self._wants(sequence))
+        if not held:
+            self._workspace.rest(slot)
+        return held
+
+    def _wants(self, sequence: TokenSequence) -> tuple[int, int]:
+        """Return for what length, and how many rounds more, a text must find memory: to its end if it had to give some up."""
+        owed = self._workspace.pool is not None and sequence in self._workspace.pool.owed
+        return sequence.end if owed else len(sequence.tokens), _ROUNDS
+
+    def have_room(self, rounds: int) -> bool:
+        """Have memory for so many rounds of the texts at work; return whether there is enough."""
+        if self._workspace.pool is None:
+            return True
+        works = zip(self.sequences, self.active(), strict=True)
+        return all(
+            self._workspace.hold(slot, len(one.tokens), rounds) for slot, (one, active) in enumerate(works) if one and active
+        )
+
+    def put_back(self) -> TokenSequence:
+        """Take the youngest text out of its slot, whose memory others need, and return it."""
+        pool = self._workspace.pool
+        assert pool is not None
+        texts = [(one.turn, slot) for slot, one in enumerate(self.sequences) if one is not None and not one.done]
+        slot = max(texts)[1]
+        sequence = self.sequences[slot]
+        assert sequence is not None
+        if slot in self.known:
+            sequence.prompt_logprobs.clear()
+        else:
+            self.keep([slot])
+            sequence.row_state = self._workspace.take_row(slot), self.noise.take_row(slot)
+        pool.owed.add(sequence)
+        pool.put_back += 1
+        self.vacate(slot)
+        return sequence
+
+    def come_back(self, slot: int) -> None:
+        """Let a text that had to give its memory up, and has been read again, go on as if nothing had been."""
+        sequence = self.sequences[slot]
+        if sequence is not None and sequence.row_state is not None:
+            of_workspace, of_noise = sequence.row_state
+            self._workspace.put_row(slot, of_workspace)
+            self.noise.put_row(slot, of_noise)
+            sequence.row_state = None
+
+    def rest(self) -> None:
+        """Give back the memory of slots without texts; texts that have ended leave theirs."""
+        if self._workspace.pool is not None:
+            for slot, sequence in enumerate(self.sequences):
+                if sequence is None:
+                    self._workspace.rest(slot)
 
     def awaits(self, sequence: TokenSequence) -> bool:
         """Whether to wait until another text is read, because more of this text's prompt is known then.
@@ -109,6 +184,13 @@ class Slots:
     def vacate(self, slot: int) -> None:
         """Empty a slot."""
         self.sequences[slot] = None
+        self.known.pop(slot, None)
+
+    def vacate_ended(self) -> None:
+        """Empty the slots of texts that have ended, where their memory is wanted back."""
+        for slot, sequence in enumerate(self.sequences if self._workspace.pool is not None else ()):
+            if sequence is not None and sequence.done:
+                self.vacate(slot)
 
     def fit(self, waiting: Collection[TokenSequence]) -> tuple[range, bool]:
         """Have about as many slots as there are texts; return those that are new, and whether their number has changed."""
@@ -116,7 +198,6 @@ class Slots:
         if self._elastic:
             for slot in [slot for slot in self.known if slot in self.free()]:  # cancelled while their prompts were read
                 self.vacate(slot)
-                del self.known[slot]
             running = [slot for slot, one in enumerate(self.sequences) if one is not None and not one.done]
             rows = self._workspace.size_for(min(max(len(running) + len(waiting), 1), self.most))
             if rows < before:
@@ -148,4 +229,5 @@ class Slots:
 
 def _sought(sequence: TokenSequence) -> Sequence[int]:
     """Return the text whose beginning need not be read again; none of a prompt that is to be seen as it is read."""
-    return () if sequence.space is None or sequence.prompt_top_logprobs is not None else sequence.prompt
+    seen = sequence.prompt_top_logprobs is not None and sequence.is_fresh
+    return () if sequence.space is None or seen else sequence.tokens

@@ -4,7 +4,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ from polydraft.engine.round import State
 from polydraft.engine.sequence import TokenSequence
 from polydraft.errors import FailureError, UsageError, first_line
 from polydraft.models import Context, LanguageModel, Memory
+from polydraft.models.blocks import Pool
 from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.models.prefixes import Prefixes
 from polydraft.rows import ByRow
@@ -95,6 +96,8 @@ class Workspace:
         Capture rounds where the device can.
     ahead : bool
         Allow a replayed round to be launched before the outcome of the last one is known.
+    pool : Pool, optional
+        Where texts take memory as they grow, those of other workspaces too; all of it is there from the beginning if not given.
     """
 
     def __init__(
@@ -104,6 +107,7 @@ class Workspace:
         params: RowParams,
         graphs: bool = True,
         ahead: bool = True,
+        pool: Pool | None = None,
     ) -> None:
         captured = graphs and captures(target.device)
         self.target, self.params, self.asked = target, params, params
@@ -117,6 +121,10 @@ class Workspace:
         self.state: State | None = None
         """What rounds work on, once there are texts."""
         self.launcher = Launcher(GraphCache() if captured else None, ahead)
+        self.pool = pool if self.elastic else None
+        if self.pool is not None:
+            for context in self.contexts:
+                context.lend(self.pool)
 
     @property
     def is_current(self) -> bool:
@@ -230,6 +238,38 @@ class Workspace:
         assign(state.greedy_B, params.greedy)
         assign(state.tail_B2, [[0, *text[-2:]][-2:] for text in texts])
 
+    def room(self, length: int, rounds: int) -> int:
+        """Return how many bytes of the pool a text of that length takes, beyond those of an idle row; see `hold`."""
+        slots = length + rounds * (self.session.depth + 1)
+        return sum(one.cache.row_bytes(slots + one.places) for one in self.contexts) - self.idle_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes of the pool that a row without a text takes."""
+        return sum(context.cache.row_bytes(context.idle_slots) for context in self.contexts)
+
+    def hold(self, row: int, length: int, rounds: int) -> bool:
+        """Have memory for a text of that length in a row, and for what so many rounds may add; return whether there is."""
+        slots = length + rounds * (self.session.depth + 1)
+        return all(context.cache.hold(row, slots + context.places) for context in self.contexts)
+
+    def rest(self, row: int) -> None:
+        """Give back the memory that a row without a text does not need."""
+        for context in self.contexts:
+            context.cache.trim(row, context.idle_slots)
+
+    def take_row(self, row: int) -> list[Any]:
+        """Return all that is kept of a row but the slots of its text, which may be read again in another one."""
+        taken = [part.take_row(row) for part in self._by_row]
+        self.session.use(self.params)
+        self.begun.use(self.params)
+        return taken
+
+    def put_row(self, row: int, taken: Sequence[Any]) -> None:
+        """Go on in a row with what `take_row` returned; its text has been read."""
+        for part, of_part in zip(self._by_row, taken, strict=True):
+            part.put_row(row, of_part)
+
     def recall(self, row: int, text: Sequence[int], space: Hashable, prefixes: Prefixes) -> int:
         """Hold in a row what is known of a text's beginning, and nothing else; return how many tokens the target knows."""
         self.session.recall(row, text, space, prefixes)
@@ -285,7 +325,15 @@ class Workspace:
         for number, context in enumerate(self.contexts):
             # Where rows do not divide, all of them are padded along while one reads.
             padding = 0 if context.elastic else PREFILL_CHUNK
-            context.reserve(longest + max([context.places, *places[number : number + 1]]) + padding)
+            most = max([context.places, *places[number : number + 1]])
+            context.reserve(longest + most + padding)
+            context.idle_slots = 1 + most
+            if context.lent:
+                context.open()
+                for row in range(len(self.asked)):
+                    context.cache.trim(row, context.idle_slots)  # of an earlier workspace's text
+                    if not context.cache.hold(row, context.idle_slots):
+                        raise torch.OutOfMemoryError("too little memory for so many texts")
 
     def clear(self, row: int) -> None:
         """Wipe what the memories hold in a row."""

@@ -33,6 +33,8 @@ class FastBody(ABC):
     """Whether each token gets the bits that it has alone."""
     variance: str | None = "the kernels for that run on GPUs"
     """Why it does not get them, where it could not."""
+    key_shape: tuple[int, int]
+    """Heads and channels of keys, and of values."""
 
     @abstractmethod
     def extend(self, context: "HFContext", tokens_BT: Tensor, block: Block) -> Tensor | None:

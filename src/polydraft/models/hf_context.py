@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from polydraft.devices import is_host
+from polydraft.models.blocks import Pool
 from polydraft.models.cache import SlotCache, SpreadCache
+from polydraft.models.device_blocks import maps_memory
 from polydraft.models.language_model import Context, Observer
 from polydraft.transfers import brought
 from polydraft.trees import Block
@@ -47,6 +50,18 @@ class HFContext(Context):
         self.elastic = model.spread is None
         self.checked = False
         """Whether a backend has found its weights in order since the last text began."""
+
+    def lend(self, pool: Pool) -> None:
+        """Let rows take memory from a pool: on a host, and where all passes are by kernels, which look at no others."""
+        fast = self.model.fast
+        if self.elastic and (is_host(self.device) or (fast is not None and fast.invariant and maps_memory(self.device))):
+            self.cache.pool = pool
+
+    def open(self) -> None:
+        """Have storage from now on, where a backend knows what it looks like."""
+        if self.model.fast is not None:
+            like_B = torch.empty(self.batch_size, dtype=self.model.dtype, device=self.device)
+            self.cache.held(like_B, *self.model.fast.key_shape)
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Cut rows to the given numbers of committed tokens."""
@@ -110,7 +125,7 @@ class HFContext(Context):
         """
         fast, count, longest = self.model.fast, len(rows), max(self.lengths[row] for row in rows)
         size = reading_size(max(map(len, parts)))
-        if self.graphs is None or size is None or not self.divisible or longest + size > self.capacity:
+        if self.graphs is None or size is None or not self.divisible or not self.has_room(rows, size):
             return None
         most = self.capacity - size if longest else 0  # a text that begins is attended to without splits
         function = None if fast is None else fast.reading(self, count, size, most)

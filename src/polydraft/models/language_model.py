@@ -11,6 +11,7 @@ from torch import Tensor
 from polydraft.devices import can_sync, captures
 from polydraft.errors import UsageError
 from polydraft.models.attention import steady_attention
+from polydraft.models.blocks import Pool
 from polydraft.models.placing import Placed, place
 from polydraft.models.storage import Pieces, Storage, move_up
 from polydraft.rows import ByRow
@@ -132,6 +133,8 @@ class Context(Rows, ABC):
         self.owner = owner
         self.places = 0
         """Most uncommitted tokens of a round, as its owner says."""
+        self.idle_slots = 1
+        """Slots that there is memory for in a row without a text, as its owner says: rounds write there, too."""
         self.span: int | None = None
         """Slots that every pass sees, where that must not follow the lengths; those in use otherwise."""
         self.graphs: Replaying | None = None
@@ -221,9 +224,9 @@ class Context(Rows, ABC):
         Where some rows have texts already, those that have nothing to read take no part.
         """
         self.span = None  # one that serves for rounds may be too narrow, and the next round fixes its own
-        for rows in _runs(texts) if self.divisible and any(self.lengths) else [slice(0, self.batch_size)]:
-            # A row that would be padded past the storage's end reads alone, as do those beside it.
-            fits = max(self.lengths[rows]) + max(map(len, texts[rows])) <= self.capacity or not self.divisible
+        for rows in _runs(texts) if self.divisible and (self.lent or any(self.lengths)) else [slice(0, self.batch_size)]:
+            # Where a row would be padded past the storage's end, or past what there is memory for, all read alone.
+            fits = not self.divisible or self.has_room(rows, max(map(len, texts[rows])))
             for some in [rows] if fits else [slice(row, row + 1) for row in range(rows.start, rows.stop)]:
                 self._prefill(texts[some], some, observer)
 
@@ -247,6 +250,24 @@ class Context(Rows, ABC):
         """Pass the next tokens of some adjacent rows, at most `size` each, and return their features `[B, size, F]`."""
         tokens_BT = brought(torch.tensor([part + [0] * (size - len(part)) for part in parts]), self.device)
         return self.part(rows).extend(tokens_BT, causal_block(len(parts), size, self.device))
+
+    def lend(self, pool: Pool) -> None:
+        """Let rows take memory from a pool as they grow, if no pass touches other slots; to be said before there is storage."""
+
+    @property
+    def lent(self) -> bool:
+        """Whether rows take their memory from a pool."""
+        return self.cache.pool is not None
+
+    def open(self) -> None:
+        """Have storage from now on, where it is known before the first pass what that looks like."""
+
+    def has_room(self, rows: slice | Sequence[int], size: int) -> bool:
+        """Have memory for so many further tokens in each of some rows, if there is enough; return whether there is."""
+        numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        if max(self.lengths[row] for row in numbers) + size > self.capacity:
+            return False
+        return all(self.cache.hold(row, self.lengths[row] + size) for row in numbers)
 
     @property
     def divisible(self) -> bool:

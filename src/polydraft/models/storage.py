@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from polydraft.models.blocks import Blocks, Pool, swap_slots
+from polydraft.models.device_blocks import open_blocks
 from polydraft.operations import operation
-from polydraft.rows import ByRow, swap
+from polydraft.rows import ByRow
 
 Copies = Mapping[Any, Tensor]
 """What a storage holds in some slots of a row, by names that all storages of the same model know."""
 Pieces = Sequence[tuple[Copies, int]]
 """Copies of slots that follow each other, and how many slots of each are meant."""
-SWAPPED_NUMBERS = 2**24
-"""Keys or values that a swap of two rows holds aside at a time."""
 
 
 class Storage(ByRow, ABC):
@@ -65,6 +65,20 @@ class Storage(ByRow, ABC):
     def adopt(self, other: Any, rows: int) -> bool:
         """Take over the storage of another one of the same model, with so many rows; return whether it fits."""
 
+    pool: Pool | None = None
+    """Where the rows' memory comes from as they need it; all of it is there from the beginning without one."""
+
+    def row_bytes(self, slots: int) -> int:
+        """Return how much of the pool a row with so many slots takes, as far as that is known."""
+        return 0
+
+    def hold(self, row: int, slots: int) -> bool:
+        """Have memory for at least so many slots of a row; return whether there was enough."""
+        return True
+
+    def trim(self, row: int, slots: int) -> None:
+        """Give back the memory of a row beyond so many slots, if it came from a pool."""
+
 
 @operation
 def move_up(storage: Storage, lengths_B: Tensor, places_BD: Tensor, slot_positions_BS: Tensor) -> None:
@@ -90,6 +104,8 @@ class KeyValues(Storage):
         """Of all rows."""
         self._most = 0
         """Most rows that there will be."""
+        self._blocks: Blocks | None = None
+        """What is there of each row, if it comes from a pool."""
 
     def held(self, like_BX: Tensor, heads: int, channels: int) -> tuple[Tensor, Tensor]:
         """Return keys and values of all layers, allocated if they are not yet: rows, dtype and device as of `like_BX`."""
@@ -118,11 +134,11 @@ class KeyValues(Storage):
     def swap_rows(self, first: int, second: int, used: int | None = None) -> None:
         """Swap two rows, the second of which may sleep: only their first slots, some layers at a time."""
         super().swap_rows(first, second, used)
+        if self._blocks is not None:
+            self._blocks.swap(first, second)
+            return
         for stored in self._all or ():
-            layers = max(SWAPPED_NUMBERS // max(stored[0, 0, :, :used].numel(), 1), 1)  # so that long texts need little room
-            for start in range(0, len(stored), layers):
-                some = slice(start, start + layers)
-                swap(stored[some, first, :, :used], stored[some, second, :, :used])
+            swap_slots(stored, first, second, used)
 
     def copied(self, row: int, start: int, stop: int) -> Copies:
         """Return copies of some adjacent slots of a row."""
@@ -142,20 +158,39 @@ class KeyValues(Storage):
 
     def clear(self, row: int) -> None:
         """Overwrite a row with zeros: even masked slots must not hold NaNs."""
-        for stored in self._stored or ():
-            stored[:, row].zero_()
+        for stored in self._all or ():
+            stored[:, row, :, : None if self._blocks is None else self._blocks.slots(row)].zero_()
 
     def wipe(self) -> None:
         """Overwrite all rows with zeros, in use or not."""
-        for stored in self._all or ():
-            stored.zero_()
+        for row in range(0 if self._all is None else self._all[0].shape[1]):
+            self.clear(row)
 
     def adopt(self, other: "KeyValues", rows: int) -> bool:
         """Take over the storage of another one of the same model, with so many rows; return whether it fits."""
-        if other._all is None or other._all[0].shape[1] != rows or other.capacity != self.capacity:
+        if (
+            other._all is None
+            or other._all[0].shape[1] != rows
+            or other.capacity != self.capacity
+            or other.pool is not self.pool
+        ):
             return False
         self._use(other._all, rows)
+        self._blocks = other._blocks
         return True
+
+    def row_bytes(self, slots: int) -> int:
+        """Return how much of the pool a row with so many slots takes; nothing before there is storage."""
+        return 0 if self._blocks is None else self._blocks.row_bytes(slots)
+
+    def hold(self, row: int, slots: int) -> bool:
+        """Have memory for at least so many slots of a row; return whether there was enough."""
+        return self._blocks is None or self._blocks.hold(row, slots)
+
+    def trim(self, row: int, slots: int) -> None:
+        """Give back the memory of a row beyond so many slots, if it came from a pool."""
+        if self._blocks is not None:
+            self._blocks.trim(row, slots)
 
     def move(self, source_BD: Tensor, target_BD: Tensor) -> None:
         """Copy slots within each row, in all layers at once."""
@@ -178,6 +213,7 @@ class KeyValues(Storage):
 
     def grow(self, capacity: int) -> None:
         """Enlarge the storage, keeping its content."""
+        assert self._blocks is None, "blocks have addresses for the longest text from the beginning"
         more = capacity - self.capacity
         self.capacity = capacity
         if self._all is not None and self.keys_LBHSC is not None:
@@ -192,7 +228,7 @@ class KeyValues(Storage):
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values held, of rows in use or not."""
-        return sum(stored.nbytes for stored in self._all or ())
+        return sum(stored.nbytes for stored in self._all or ()) if self._blocks is None else self._blocks.nbytes
 
     @property
     def _stored(self) -> tuple[Tensor, Tensor] | None:
@@ -210,6 +246,10 @@ class KeyValues(Storage):
 
     def _allocated(self, keys_BHTC: Tensor, values_BHTC: Tensor) -> tuple[Tensor, Tensor]:
         """Return new storage for keys and values like these."""
+        if self.pool is not None:
+            rows = max(len(keys_BHTC), self._most)
+            self._blocks = open_blocks(self.pool, keys_BHTC, values_BHTC, self.num_layers, rows, self.capacity)
+            return self._use(self._blocks.stored, len(keys_BHTC))
         return self._use(map(self._allocate, (keys_BHTC, values_BHTC)), len(keys_BHTC))
 
     def _allocate(self, states_BHTC: Tensor) -> Tensor:

@@ -1,9 +1,11 @@
 """A lane: an engine that drafts in one way, with the requests in its slots and in its queue."""
 
 import logging
+import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +21,7 @@ from polydraft.engine.warm_up import USUAL_LENGTH, groups_to_read, prompt_of, re
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
 from polydraft.models import Context
+from polydraft.models.blocks import Pool
 from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.models.placement import agreed
 from polydraft.models.prefixes import Prefixes
@@ -29,8 +32,8 @@ from polydraft.trees import DynamicShape, Topology, parse_dynamic, parse_tree
 _LOGGER = logging.getLogger("polydraft.serve")
 LEAST_TOKENS, _MOST_TOKENS, _STEP = 2048, 16384, 256
 """Of a slot, where nobody says how many."""
-_MOST_ON_HOST = 4e9
-"""Bytes that all slots may take then on a host, which writes some gigabytes a second."""
+_MOST_ON_HOST, _LEAST_ROOM = 4e9, 1e9
+"""Bytes for all texts, where nobody says: at most on a host, and where it does not say how much is free."""
 _MOST_PREFIXES_ON_HOST, _LEAST_PREFIXES = 1e9, 2**27
 """Bytes of shared beginnings, where nobody says: at most on a host, and where it does not say how much is free."""
 _SHORT = 4
@@ -69,6 +72,8 @@ class Lane:
         Released by another lane, to be reused as far as it fits.
     prefixes : Prefixes, optional
         Beginnings of texts that lanes share.
+    pool : Pool, optional
+        Where texts take memory as they grow, those of other lanes too; each slot has all of its own if not given.
     """
 
     def __init__(
@@ -77,8 +82,9 @@ class Lane:
         options: LaneOptions,
         memory: Sequence[Context] = (),
         prefixes: Prefixes | None = None,
+        pool: Pool | None = None,
     ) -> None:
-        self.decoder, self._options, self._prefixes = decoder, options, prefixes
+        self.decoder, self._options, self._prefixes, self._pool = decoder, options, prefixes, pool
         self.waiting = SlotQueue()
         self.running: dict[int, tuple[Request, int]] = {}
         """By row number; numbers are never reused."""
@@ -145,8 +151,14 @@ class Lane:
         """Drop running sequences after a failure, and return them; the next step begins with wiped memory."""
         lost = list(self.running.values())
         self.running.clear()
+        if self._pool is not None:
+            self._pool.owed.difference_update(request.sequences[index] for request, index in lost)
         self._forget()
-        self._dirty = True  # wiped before its next use, not now: the device may be what failed
+        self._dirty = True  # wiped before its next use at the latest: the device may be what failed
+        if self._pool is not None:
+            with suppress(RuntimeError):  # others wait for what these had
+                self._wipe()
+                self._give_back()
         return lost
 
     def release(self) -> list[Context]:
@@ -154,8 +166,15 @@ class Lane:
         assert not self.busy, "sequences need it"
         self._forget()
         self._wipe()
+        self._give_back()
         memory, self._memory = self._memory, []
         return memory
+
+    def _give_back(self) -> None:
+        """Leave the pool to others, but for what slots without texts need."""
+        for context in self._memory:
+            for row in range(self._options.slots):
+                context.cache.trim(row, context.idle_slots)
 
     def _forget(self) -> None:
         self._memory, self._engine, self._workspace = self._contexts, None, None
@@ -174,8 +193,14 @@ class Lane:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values for all slots."""
-        return sum(context.nbytes for context in self._contexts)
+        """Bytes of keys and values that slots have whether they need them or not."""
+        return sum(context.nbytes for context in self._contexts if not context.lent)
+
+    @property
+    def least_bytes(self) -> tuple[int, int]:
+        """Bytes of the pool that slots without texts take, and how many more a text of the greatest length takes."""
+        workspace = self._opened().workspace
+        return self._options.slots * workspace.idle_bytes, workspace.room(self._options.slot_tokens, 2)
 
     @property
     def used_tokens(self) -> int:
@@ -190,16 +215,17 @@ class Lane:
         engine.add(self.decoder.sequence(prompt, IDLE, seed=0, max_new_tokens=1, space=None))
         while not engine.done:
             engine.step()
-        self._forget()
-        self._dirty = True
-        self._wipe()  # systems may not provide memory before it is written to
+        if self.cache_bytes:
+            self._forget()
+            self._dirty = True
+            self._wipe()  # systems may not provide memory before it is written to
 
     def _opened(self) -> Engine:
         """Return the engine, created with all the memory that it will ever need."""
         if self._engine is None:
             decoder, options = self.decoder, self._options
             params = RowParams((IDLE,) * options.slots)
-            workspace = Workspace(decoder.target, decoder.drafter, params, decoder.graphs, decoder.ahead)
+            workspace = Workspace(decoder.target, decoder.drafter, params, decoder.graphs, decoder.ahead, self._pool)
             self._wipe()
             workspace.adopt(self._memory)
             self._workspace = workspace
@@ -216,22 +242,50 @@ class Lane:
         return self._engine
 
 
-def fitting_tokens(decoder: Decoder, slots: int) -> int:
-    """Return how many tokens each of so many slots may have where nobody says: as many as the model reads and memory allows.
+def fitting_pool(device: torch.device, cache_gb: float | None = None) -> Pool | None:
+    """Return a pool for all texts, as large as asked, or as the free memory of a host allows.
 
-    Memory is written to before the server listens, so on a host there is a limit to that too.
+    On a GPU slots have memory of their own unless somebody asks: see docs/decisions/064-memory-by-blocks-is-virtual-memory.md.
     """
-    device, most = decoder.target.device, min(decoder.target.max_positions or _MOST_TOKENS, _MOST_TOKENS)
+    if cache_gb is not None:
+        return Pool(int(cache_gb * 1e9))
+    return Pool(agreed(_room(device))) if is_host(device) else None
+
+
+def _room(device: torch.device) -> int:
+    """Return how many bytes all texts may take where nobody says."""
     free = free_bytes(device)
-    if most <= LEAST_TOKENS or free is None:
-        return min(most, LEAST_TOKENS)
-    one = Lane(decoder, LaneOptions(slots=1, slot_tokens=LEAST_TOKENS, chunk_tokens=PREFILL_CHUNK))
+    return int(_LEAST_ROOM if free is None else min(free / 4, _MOST_ON_HOST) if is_host(device) else free / 2)
+
+
+def check_pool(pool: Pool | None, lanes: Iterable[Lane]) -> None:
+    """Find out how much memory there must be for any text to come to its end; `MemoryError` if there is less."""
+    if pool is None:
+        return
+    needs = [lane.least_bytes for lane in lanes]
+    pool.least = sum(idle for idle, _ in needs) + max(longest for _, longest in needs)
+    if pool.size < pool.least:
+        raise MemoryError
+
+
+def fitting_tokens(decoder: Decoder, slots: int, pool: Pool | None) -> int:
+    """Return how many tokens each of so many slots may have where nobody says: as many as the model reads.
+
+    Fewer where slots have memory of their own, and all together would take more than may be taken.
+    """
+    most = min(decoder.target.max_positions or _MOST_TOKENS, _MOST_TOKENS)
+    if most <= LEAST_TOKENS:
+        return most
+    size = LaneOptions(slots=1, slot_tokens=LEAST_TOKENS, chunk_tokens=PREFILL_CHUNK)
+    room = _room(decoder.target.device) if pool is None else pool.size
+    one = Lane(decoder, size, pool=None if pool is None else Pool(sys.maxsize))
     one.reserve()
-    room = min(free / 4, _MOST_ON_HOST) if is_host(device) else free / 2
+    if not one.cache_bytes:
+        return most
     fitting = int(room / slots * LEAST_TOKENS / one.cache_bytes) // _STEP * _STEP
     tokens: int = agreed(min(max(fitting, LEAST_TOKENS), most))
-    size = tokens / LEAST_TOKENS * slots * one.cache_bytes
-    _LOGGER.info("--slot-tokens %d: %d slots take %.1f GB of %.1f GB of free memory", tokens, slots, size / 1e9, free / 1e9)
+    taken = tokens / LEAST_TOKENS * slots * one.cache_bytes
+    _LOGGER.info("--slot-tokens %d: %d slots take %.1f GB, whatever their texts need", tokens, slots, taken / 1e9)
     return tokens
 
 

@@ -60,11 +60,11 @@ class Metrics:
         """Show how many texts run and wait, and the memory that is reserved for them and in use."""
         self._gauge("num_requests_running", "Texts that have slots.", lambda: scheduler.running)
         self._gauge("num_requests_waiting", "Texts that wait for slots.", lambda: scheduler.waiting)
-        self._gauge("cache_reserved_bytes", "Keys and values of all slots.", lambda: scheduler.cache_bytes)
+        self._gauge("cache_reserved_bytes", "Memory for the keys and values of all texts.", lambda: scheduler.cache_bytes)
         self._gauge("prefix_cache_bytes", "Beginnings of texts that are kept.", lambda: scheduler.prefix_bytes)
-        self._gauge(
-            "kv_cache_usage_perc", "Part of all slots' tokens that running texts have, 0 to 1.", lambda: scheduler.cache_usage
-        )
+        self._gauge("kv_cache_usage_perc", "Part of that memory that is in use, 0 to 1.", lambda: scheduler.cache_usage)
+        told = "Texts that gave their memory up for others, and were read again."
+        self._gauge("num_preemptions", told, lambda: scheduler.put_back)
 
     def observe(self, request: Request, progress: Progress) -> None:
         """Count an event of a request."""

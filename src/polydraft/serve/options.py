@@ -48,8 +48,10 @@ class ServeOptions:
     own_trees: bool = True
     """Let requests choose trees of their own, and reserve room for them."""
     slot_tokens: int | None = None
-    """Most tokens per text, including its prompt; all slots reserve memory for this many  [default: 2048 to 16384,
-    depending on the model and the free memory]."""
+    """Most tokens per text, including its prompt  [default: as many as the model reads and memory allows, at most 16384]."""
+    cache_gb: float | None = None
+    """Gigabytes for all texts, which take them as they grow; when they run out, new texts wait, and the youngest are put back
+    and read again  [default: a quarter of the free memory, at most 4; on a GPU each slot reserves --slot-tokens instead]."""
     prefix_gb: float | None = None
     """Gigabytes for beginnings that texts share, such as system prompts and conversations; 0 keeps none  [default: an eighth of
     the free memory, at most 1; a quarter on a GPU]."""
@@ -152,6 +154,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("slots", 1, 1024),
     ("other_slots", 1, 1024),
     ("slot_tokens", 16, 2**20),
+    ("cache_gb", 0.001, 10**4),
     ("prefix_gb", 0, 10**4),
     ("max_queue", 0, 10**6),
     ("max_choices", 1, 1024),

@@ -16,10 +16,11 @@ from polydraft.draft.predicted import with_prediction
 from polydraft.engine import Decoder, StopReason
 from polydraft.engine.sequence import Emitted
 from polydraft.errors import FailureError
+from polydraft.models.blocks import Pool
 from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import SamplingParams
 from polydraft.serve.errors import RequestError
-from polydraft.serve.lane import Lane, LaneOptions, most_places, with_speculation
+from polydraft.serve.lane import Lane, LaneOptions, check_pool, most_places, with_speculation
 from polydraft.serve.request import AUTO, OFF, Lockstep, Progress, Request
 
 _LOGGER = logging.getLogger("polydraft.serve")
@@ -56,6 +57,8 @@ class Scheduler:
         Of tensor-parallel processes.
     prefixes : Prefixes, optional
         Beginnings of texts that both lanes share.
+    pool : Pool, optional
+        Where the texts of both lanes take memory as they grow; each slot has all of its own if not given.
     """
 
     def __init__(
@@ -70,14 +73,15 @@ class Scheduler:
         warm_up: Sequence[SamplingParams] = (),
         lockstep: Lockstep | None = None,
         prefixes: Prefixes | None = None,
+        pool: Pool | None = None,
     ) -> None:
         self.decoder, self.options, self._observer, self.lockstep = decoder, options, observer, lockstep
         self._rehearsed, self._cold = warm_up, bool(warm_up)
         self._limit = options.slots + max_queue
         self._second_options = replace(options, slots=other_slots or options.slots)
         self._own_trees = own_trees
-        self.prefixes = prefixes
-        self.lanes = {AUTO: Lane(decoder, options, prefixes=prefixes)}
+        self.prefixes, self.pool = prefixes, pool
+        self.lanes = {AUTO: Lane(decoder, options, prefixes=prefixes, pool=pool)}
         """The first lane, and the second as it drafts now."""
         self._second_queue: deque[Request] = deque()
         """Requests that wait for the second lane's turn."""
@@ -122,24 +126,32 @@ class Scheduler:
             self._switch_second_lane(Request((), constrained=True))  # the way of drafting that needs the most
             for lane in self.lanes.values():
                 lane.reserve()
+            check_pool(self.pool, self.lanes.values())
         except Exception as error:
             if not _is_about_memory(error):
                 raise
             raise FailureError(
                 f"too little memory for {self.options.slots} + {self._second_options.slots} slots of "
-                f"{self.options.slot_tokens} tokens; use smaller --slots, --other-slots or --slot-tokens"
+                f"{self.options.slot_tokens} tokens; use smaller --slots, --other-slots or --slot-tokens, or more --cache-gb"
             ) from error
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values that are reserved for all slots."""
-        return sum(lane.cache_bytes for lane in tuple(self.lanes.values()))
+        """Bytes for keys and values: the pool's, and those of slots that have all of theirs."""
+        return sum(lane.cache_bytes for lane in tuple(self.lanes.values())) + (0 if self.pool is None else self.pool.size)
 
     @property
     def cache_usage(self) -> float:
-        """Part of the slots' tokens that running sequences have."""
+        """Part of that memory that is in use: of the pool, or of the slots' tokens where slots have all of theirs."""
+        if self.pool is not None and self.pool.used:
+            return self.pool.used / self.pool.size
         slots = self.options.slots + self._second_options.slots
         return sum(lane.used_tokens for lane in tuple(self.lanes.values())) / (slots * self.options.slot_tokens)
+
+    @property
+    def put_back(self) -> int:
+        """How often a text had to give its memory up for others."""
+        return 0 if self.pool is None else self.pool.put_back
 
     @property
     def prefix_bytes(self) -> int:
@@ -305,7 +317,7 @@ class Scheduler:
             decoder = decoder.replace(drafter=with_forced(decoder.drafter))
         options = replace(self._second_options, places=self._places)
         memory = [one for name in [*self.lanes][1:] for one in self.lanes.pop(name).release()]
-        self.lanes[self._lane_name(request)] = Lane(decoder, options, memory, self.prefixes)
+        self.lanes[self._lane_name(request)] = Lane(decoder, options, memory, self.prefixes, self.pool)
 
     @cached_property
     def _places(self) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from polydraft.sampling.categorical import row_seed
 from polydraft.sampling.grammar import Grammar, Grammars
 from polydraft.serve.errors import RequestError, from_library, unsupported
 from polydraft.serve.forms import ChatForms, marker_tokens
-from polydraft.serve.lane import LaneOptions, fitting_prefixes, fitting_tokens, with_speculation
+from polydraft.serve.lane import LaneOptions, fitting_pool, fitting_prefixes, fitting_tokens, with_speculation
 from polydraft.serve.metrics import Metrics
 from polydraft.serve.options import ServeOptions
 from polydraft.serve.parsing import Parser
@@ -50,7 +50,9 @@ class Service:
         self.model = options.model_name or decoder.target.name
         self.names = tuple(dict.fromkeys((self.model, *options.model_alias)))
         """What clients may call the model; answers say the first."""
-        slot_tokens = options.slot_tokens or fitting_tokens(decoder, options.slots + (options.other_slots or options.slots))
+        pool = fitting_pool(decoder.target.device, options.cache_gb)
+        slots = options.slots + (options.other_slots or options.slots)
+        slot_tokens = options.slot_tokens or fitting_tokens(decoder, slots, pool)
         self.slot_tokens = min(slot_tokens, decoder.target.max_positions or slot_tokens)
         self.metrics = Metrics(self.model)
         lanes = LaneOptions(
@@ -71,6 +73,7 @@ class Service:
             warm_up=_USUAL_PARAMS if warm_up else (),
             lockstep=Lockstep(decoder, leads=not is_follower()) if is_shared() else None,
             prefixes=prefixes,
+            pool=pool,
         )
         self.scheduler.reserve()
         if prefixes is not None and options.prefix_gb is None:

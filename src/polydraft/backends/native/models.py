@@ -21,7 +21,7 @@ class NativeModel(FastBody):
     """A model whose passes are compiled code."""
 
     def __init__(self, body: NativeBody) -> None:
-        self.body = body
+        self.body, self.key_shape = body, body.key_shape
 
     def extend(self, context: HFContext, tokens_BT: Tensor, block: Block) -> Tensor | None:
         """Pass a block; None in training, and where the weights are no longer what they were."""

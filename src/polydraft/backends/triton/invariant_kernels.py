@@ -176,8 +176,8 @@ def invariant_attend(
             slot_N = first + key_N
             real_N = slot_N < stop
             real_NC = real_N[:, None] & real_C[None, :]
-            keys_NC = tl.load(key + slot_N[:, None] * key_slot + channel_C[None, :], mask=real_NC, other=0.0)
-            values_NC = tl.load(value + slot_N[:, None] * value_slot + channel_C[None, :], mask=real_NC, other=0.0)
+            keys_NC = tl.load(key + slot_N[:, None].to(tl.int64) * key_slot + channel_C[None, :], mask=real_NC, other=0.0)
+            values_NC = tl.load(value + slot_N[:, None].to(tl.int64) * value_slot + channel_C[None, :], mask=real_NC, other=0.0)
             seen_MN = real_N[None, :] & (slot_N[None, :] >= start_M[:, None])
             if CAUSAL:
                 seen_MN &= slot_N[None, :] <= last_M[:, None]
@@ -243,8 +243,8 @@ def _gather(slots, key, value, channel_C, key_slot, value_slot, CHANNELS: tl.con
     slot_N = tl.load(slots + tl.arange(0, TAIL))
     seen_N = slot_N >= 0
     real_NC = seen_N[:, None] & (channel_C < CHANNELS)[None, :]
-    keys_NC = tl.load(key + slot_N[:, None] * key_slot + channel_C[None, :], mask=real_NC, other=0.0)
-    values_NC = tl.load(value + slot_N[:, None] * value_slot + channel_C[None, :], mask=real_NC, other=0.0)
+    keys_NC = tl.load(key + slot_N[:, None].to(tl.int64) * key_slot + channel_C[None, :], mask=real_NC, other=0.0)
+    values_NC = tl.load(value + slot_N[:, None].to(tl.int64) * value_slot + channel_C[None, :], mask=real_NC, other=0.0)
     return keys_NC, values_NC, seen_N
 
 

@@ -227,8 +227,8 @@ def attend(
         slot_N = start + key_N
         real_N = slot_N < context_stop
         real_NC = real_N[:, None] & real_C[None, :]
-        keys_NC = tl.load(key + slot_N[:, None] * key_slot + channel_C[None, :], mask=real_NC, other=0.0)
-        values_NC = tl.load(value + slot_N[:, None] * value_slot + channel_C[None, :], mask=real_NC, other=0.0)
+        keys_NC = tl.load(key + slot_N[:, None].to(tl.int64) * key_slot + channel_C[None, :], mask=real_NC, other=0.0)
+        values_NC = tl.load(value + slot_N[:, None].to(tl.int64) * value_slot + channel_C[None, :], mask=real_NC, other=0.0)
         seen_MN = real_N[None, :] & (slot_N[None, :] >= start_M[:, None])
         peak_M, sum_M, mixed_MC = _absorb(queries_MC, seen_MN, keys_NC, values_NC, peak_M, sum_M, mixed_MC, scale, PRECISION)
 
@@ -237,8 +237,8 @@ def attend(
         slot_N = start + key_N
         real_N = slot_N < stop
         real_NC = real_N[:, None] & real_C[None, :]
-        keys_NC = tl.load(key + slot_N[:, None] * key_slot + channel_C[None, :], mask=real_NC, other=0.0)
-        values_NC = tl.load(value + slot_N[:, None] * value_slot + channel_C[None, :], mask=real_NC, other=0.0)
+        keys_NC = tl.load(key + slot_N[:, None].to(tl.int64) * key_slot + channel_C[None, :], mask=real_NC, other=0.0)
+        values_NC = tl.load(value + slot_N[:, None].to(tl.int64) * value_slot + channel_C[None, :], mask=real_NC, other=0.0)
         visible_offsets_MN = token_M[:, None] * visible_token + (slot_N - length)[None, :] * visible_place
         visible_MN = tl.load(visible + visible_offsets_MN, mask=real_M[:, None] & real_N[None, :], other=0) != 0
         peak_M, sum_M, mixed_MC = _absorb(queries_MC, visible_MN, keys_NC, values_NC, peak_M, sum_M, mixed_MC, scale, PRECISION)

@@ -87,6 +87,7 @@ class FusedBody(FastBody):
         product: Callable[[Tensor, Any, Tensor | None], Tensor] | None = None,
     ) -> None:
         self._body, self.variance = body, _variance(body)
+        self.key_shape = body.layers[0].keys, body.layers[0].channels
         self.invariant = invariant and self.variance is None
         self._product = product or (invariant_linear if self.invariant else linear)
         self._turns_by_capacity: dict[int, tuple[Tensor, Tensor]] = {}

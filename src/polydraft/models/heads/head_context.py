@@ -8,8 +8,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from polydraft.devices import is_host
 from polydraft.models.attention import steady_attention
+from polydraft.models.blocks import Pool
 from polydraft.models.cache import SlotCache
+from polydraft.models.device_blocks import maps_memory
 from polydraft.models.language_model import Context
 from polydraft.operations import operation
 from polydraft.trees import Block, causal_block
@@ -17,6 +20,10 @@ from polydraft.trees import Block, causal_block
 if TYPE_CHECKING:
     from polydraft.models.heads.feature_head import FeatureHead
     from polydraft.models.heads.head import Head
+
+
+_FAR = 1024
+"""A window so wide never ends in a tree, where kernels could not cut it off."""
 
 
 class FastHead(ABC):
@@ -123,6 +130,17 @@ class HeadContext(Entries):
         self.checked = False
         """Whether a backend has found its weights in order since the last text began."""
 
+    def lend(self, pool: Pool) -> None:
+        """Let rows take memory from a pool: on a host, and where all passes are by kernels, which look at no others."""
+        by_kernels = type(self) is HeadContext and self.fast is not None and len(self._head.all_layers) == 1
+        if is_host(self.device) or (by_kernels and self._head.shape.window >= _FAR and maps_memory(self.device)):
+            self.cache.pool = pool
+
+    def open(self) -> None:
+        """Have storage from now on."""
+        shape, like_B = self._head.shape, torch.empty(self.batch_size, dtype=self._head.dtype, device=self.device)
+        self.cache.held(like_B, shape.num_key_heads, shape.head_size)
+
     def rewind(self, lengths: Sequence[int]) -> None:
         """Cut rows to the given numbers of committed entries."""
         super().rewind(lengths)
@@ -207,8 +225,7 @@ class HeadContext(Entries):
 
     def part(self, rows: slice) -> Self:
         """Return a context of some adjacent rows, which shares their storage; what the host knows of them is a copy."""
-        shape, like_B = self._head.shape, torch.empty(self.batch_size, dtype=self._head.dtype, device=self.device)
-        self.cache.held(like_B, shape.num_key_heads, shape.head_size)
+        self.open()
         return super().part(rows)
 
     def _grow(self, capacity: int) -> None:
