@@ -263,7 +263,8 @@ def check_pool(pool: Pool | None, lanes: Iterable[Lane]) -> None:
     if pool is None:
         return
     needs = [lane.least_bytes for lane in lanes]
-    pool.least = sum(idle for idle, _ in needs) + max(longest for _, longest in needs)
+    pool.idle = sum(idle for idle, _ in needs)
+    pool.least = pool.idle + max(longest for _, longest in needs)
     if pool.size < pool.least:
         raise MemoryError
 

@@ -144,7 +144,7 @@ class Scheduler:
     def cache_usage(self) -> float:
         """Part of that memory that is in use: of the pool, or of the slots' tokens where slots have all of theirs."""
         if self.pool is not None and self.pool.used:
-            return self.pool.used / self.pool.size
+            return self.pool.usage
         slots = self.options.slots + self._second_options.slots
         return sum(lane.used_tokens for lane in tuple(self.lanes.values())) / (slots * self.options.slot_tokens)
 
