@@ -38,8 +38,8 @@ AGAIN = 4096
 class Rung:
     """A size of rounds."""
 
-    nodes: int
-    """Of every row's tree, the root included."""
+    nodes: float
+    """Of every row's tree, the root included, or on average where rows share them out."""
     depth: int = 0
     """Levels below the root."""
     fair: float = 0.0

@@ -6,6 +6,7 @@ it in rounds of a larger one.
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from polydraft.draft.ladder import Ladder, Rung, Timings
 from polydraft.draft.speedup import tree_tokens
@@ -15,21 +16,57 @@ _DEEPEST = 4
 """Levels of smaller trees at most."""
 FAIR = (0.55, 0.14, 0.06, 0.04)
 """Chances that a fair draft's first child is accepted, its second, and so on: they say how trees compare."""
+_MEANS, _SHARED_GAIN = (1.5, 2.0, 3.0), 1.15
+"""Nodes per row that chains of rows share out, roots included, and how many more tokens of a fair draft they bring than chains
+that have as many nodes each."""
 _STEADY = 3
 """Most nodes of the tree that texts with a seed have in company: those of a chain of two, which pays for 2 rows as for 64."""
 
 
-def smaller_trees(largest: Topology) -> tuple[Topology, ...]:
-    """Return the trees that may stand in for one where many rows share a pass, smallest first; the first is the root alone.
+@dataclass(frozen=True)
+class Size:
+    """A size of rounds: the tree that every row draws, and how much of it the target reads."""
+
+    tree: Topology
+    mean: float | None = None
+    """Nodes per row that the target reads, roots included, if the rows share them out (`polydraft.draft.budget`); all if
+    None."""
+
+    @property
+    def nodes(self) -> float:
+        """Nodes per row that the target reads."""
+        return self.tree.num_nodes if self.mean is None else self.mean
+
+    def kept(self, rows: int) -> int | None:
+        """Return how many nodes of so many rows are kept; None for all."""
+        return None if self.mean is None else min(round(rows * self.mean), rows * self.tree.num_nodes)
+
+    def fair(self, ranks: Sequence[float]) -> float:
+        """Return how many tokens are accepted of a draft whose children have these chances, by rank."""
+        if self.mean is None:
+            return tree_tokens(self.tree, ranks) - 1
+        whole = int(self.mean) - 1  # of the nodes below the root
+        below, above = ((sum(ranks[0] ** level for level in range(1, depth + 1))) for depth in (whole, whole + 1))
+        return _SHARED_GAIN * (below + (self.mean - 1 - whole) * (above - below))
+
+
+def sizes_of(largest: Topology, shared: bool = False) -> tuple[Size, ...]:
+    """Return a tree and what may stand in for it where many rows share a pass, smallest first; the first is the root alone.
 
     Chains come before trees: a token more per row is cheapest where it is likeliest, and a chain's tokens are read as a text,
-    and kept where they are.
+    and kept where they are. `shared`: where passes take no time for tokens that are left out, rows may share out the nodes of
+    their chains.
     """
     depth = min(largest.depth, _DEEPEST)
-    found = [parse_tree("none"), *(parse_tree(f"chain:{length}") for length in sorted({1, 2, depth}) if length <= depth)]
+    chains = {length: Size(parse_tree(f"chain:{length}")) for length in sorted({1, 2, depth}) if length <= depth}
+    found = [Size(parse_tree("none")), *chains.values()]
+    if shared and depth > 1:
+        del chains[1]
+        found = [found[0], *chains.values(), *(Size(chains[depth].tree, mean) for mean in _MEANS if mean <= depth)]
+        found.sort(key=lambda size: size.nodes)  # stable: at as many nodes each row's own before shared ones
     if depth > 1 and largest.max_children > 1:
-        found.append(parse_tree("x".join(["2", *["1"] * (depth - 1)])))
-    return tuple(tree for tree in found if tree.num_nodes < largest.num_nodes)
+        found.append(Size(parse_tree("x".join(["2", *["1"] * (depth - 1)]))))
+    return (*(size for size in found if size.nodes < largest.num_nodes), Size(largest))
 
 
 class TreeChoice:
@@ -37,8 +74,8 @@ class TreeChoice:
 
     Parameters
     ----------
-    trees : sequence of Topology
-        Smallest first; the last is the one that was asked for.
+    sizes : sequence of Size
+        Smallest first; the last is the tree that was asked for.
     timings : Timings
     rows : int
         Of the batch, at first.
@@ -47,12 +84,12 @@ class TreeChoice:
     """
 
     def __init__(
-        self, trees: Sequence[Topology], timings: Timings, rows: int = 1, clock: Callable[[], float] = time.perf_counter
+        self, sizes: Sequence[Size], timings: Timings, rows: int = 1, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.trees = tuple(trees)
-        wider = max((tree.max_children for tree in trees), default=0) - len(FAIR)
-        fair = (*FAIR, *(FAIR[-1] / 2**rank for rank in range(1, wider + 1)))
-        rungs = [Rung(tree.num_nodes, tree.depth, tree_tokens(tree, fair) - 1) for tree in trees]
+        self.sizes = tuple(sizes)
+        wider = max((size.tree.max_children for size in sizes), default=0) - len(FAIR)
+        ranks = (*FAIR, *(FAIR[-1] / 2**rank for rank in range(1, wider + 1)))
+        rungs = [Rung(size.nodes, size.tree.depth, size.fair(ranks)) for size in sizes]
         self.ladder = Ladder(rungs, timings, rows, clock)
         self._company = rows > 1
         self.alone, self.steady, self.mixed = True, False, False
@@ -62,7 +99,7 @@ class TreeChoice:
 
     @property
     def place(self) -> int:
-        """Which tree the next round has."""
+        """Which size the next round has."""
         if self.rehearsed is not None:
             return self.rehearsed
         if self.steady and not self.mixed:
@@ -74,15 +111,18 @@ class TreeChoice:
     @property
     def steady_place(self) -> int:
         """Tree of texts whose trees must not depend on load or machine: in company a short chain, which is cheap for all."""
-        small = [place for place, tree in enumerate(self.trees) if tree.num_nodes <= _STEADY]
+        small = [place for place, size in enumerate(self.sizes) if size.mean is None and size.nodes <= _STEADY]
         return small[-1] if self._company else self.ladder.largest
 
     def spine(self, place: int) -> tuple[int, ...]:
         """Return the nodes of a tree that stand for those of the steady one, root first; none where they are not all there.
 
-        They are the first children of first children, and so the first nodes of their levels.
+        They are the first children of first children, and so the first nodes of their levels. Where rows share nodes out, no
+        row is sure of its own.
         """
-        steady, tree, nodes = self.trees[self.steady_place], self.trees[place], [0]
+        steady, tree, nodes = self.sizes[self.steady_place].tree, self.sizes[place].tree, [0]
+        if self.sizes[place].mean is not None:
+            return ()
         while steady.max_children == 1 and len(nodes) < steady.num_nodes and tree.children[nodes[-1]]:
             nodes.append(tree.children[nodes[-1]][0])
         return tuple(nodes) if len(nodes) == steady.num_nodes else ()

@@ -33,6 +33,8 @@ class FastBody(ABC):
     """Whether each token gets the bits that it has alone."""
     variance: str | None = "the kernels for that run on GPUs"
     """Why it does not get them, where it could not."""
+    leaves_out: bool = False
+    """Whether a pass takes no time for tokens that its block does not keep; their features are 0."""
     key_shape: tuple[int, int]
     """Heads and channels of keys, and of values."""
 

@@ -156,6 +156,7 @@ class HFModel(LanguageModel):
             self._body = GPTNeoBody(model, self.spread if self._split_head else "its output head does not stand alone")
         # In float32 products run outside the matrix units: that must be asked for.
         self.fast = fast_body(self, self.dtype == torch.bfloat16 if invariant is None else invariant)
+        self.leaves_out = self.fast is not None and self.fast.leaves_out
         """What runs whole passes in place of torch, if anything does."""
 
     def _choose_linears(self) -> None:

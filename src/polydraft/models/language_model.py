@@ -347,6 +347,8 @@ class LanguageModel(ABC):
     """Why passes cannot be captured in a CUDA graph; None if they can."""
     shape_obstacle: str | None = None
     """The same of passes over trees whose shapes the host does not know, or that rows do not share."""
+    leaves_out: bool = False
+    """Whether a pass takes no time for tokens that its block does not keep."""
     vocabulary: PartialVocabulary | None = None
     """Tokens that the columns of `head` stand for, where a draft does not know all of them."""
 

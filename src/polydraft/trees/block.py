@@ -34,6 +34,8 @@ class Block:
     """Whether the tokens are plain text: each sees all before it."""
     levels: tuple[int, ...] | None = None
     """Tokens of each level, in order, if the host knows it and all rows have the same."""
+    kept_K: Tensor | None = None
+    """The tokens that matter, counted through all rows: row · T + place. A pass need not compute the others; None for all."""
 
     @property
     def size(self) -> int:

@@ -39,6 +39,9 @@ class DraftTree:
     """Node ids of further children, which no scheme has drawn, 0 for none: a walk may go on there, see `union`."""
     levels: tuple[int, ...] | None = None
     """Nodes of each level, where all rows have one shape that the host knows."""
+    kept_K: Tensor | None = None
+    """The nodes that go through the target, counted through all rows: row · N + node, roots among them; None for all. The
+    others have no token."""
 
     @classmethod
     def from_topology(
@@ -77,7 +80,7 @@ class DraftTree:
 
     def block(self) -> Block:
         """Return the whole tree as one model pass."""
-        return Block(0, self.depths_BN, self.ancestors_BNN, plain=self.chain, levels=self.levels)
+        return Block(0, self.depths_BN, self.ancestors_BNN, plain=self.chain, levels=self.levels, kept_K=self.kept_K)
 
     def children(self, node_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return node ids and tokens of the children of one node per row; token `NO_TOKEN` where there is none."""
@@ -229,6 +232,7 @@ def union(drawn: DraftTree, certain: DraftTree) -> DraftTree:
         riders=certain.riders,
         extra_table_BNK=torch.cat([inherited_BNK, moved_BNK[:, 1:]], dim=1),
         levels=None,
+        kept_K=None,
     )
 
 
