@@ -240,7 +240,7 @@ def test_bad_ones_are_refused_in_one_line_before_the_target_is_loaded(
 
 
 def test_one_that_is_loaded_already_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="an assistant of Gemma 4 as an object; pass its folder"):
+    with pytest.raises(UsageError, match="a Gemma 4 assistant given as an object; pass its folder"):
         polydraft.load(*build("31B"))
 
 

@@ -166,7 +166,7 @@ def test_layers_that_others_have_replaced_run_under_trees(name, kind, scheme, he
 
 
 def test_layers_that_do_not_run_are_refused_by_their_scheme():
-    with pytest.raises(UsageError, match=r"quantised by awq, does not run under trees in float32 \(.*Half.*try another dtype"):
+    with pytest.raises(UsageError, match=r"quantised by awq, does not run with trees in float32 \(.*Half.*try another dtype"):
         HFModel(replaced(build("llama"), Refusing, "awq"))
 
 
