@@ -15,6 +15,7 @@ from torch import Tensor
 from polydraft.devices import captures
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
+from polydraft.models.families import key_shape
 from polydraft.models.loading import Loaded
 from polydraft.output import written_whole
 from polydraft.prompts import load_prompts
@@ -234,10 +235,8 @@ def side_by_side(length: int, settings: TrainSettings, target: Loaded) -> int:
         return max(settings.sampling_rows * settings.length // length, 1)
     if not captures(model.device):
         return _ROWS_ON_CPU
-    config = model.config
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    per_row = 2 * model.num_layers * heads * width * length * model.dtype.itemsize + 16 * model.vocab_size
+    heads, channels = key_shape(model.config)
+    per_row = 2 * model.num_layers * heads * channels * length * model.dtype.itemsize + 16 * model.vocab_size
     free = int(torch.cuda.mem_get_info(model.device)[0])
     return int(max(min(_CACHE_SHARE * free // per_row, _MOST_ROWS), 1))
 

@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, HeadShape
+from polydraft.models.families import key_shape
 from polydraft.models.heads.feature_head import TapNorm
 from polydraft.models.heads.head_export import export_speculators
 from polydraft.models.heads.head_folder import new_head, save_head, tokenizer_fingerprint
@@ -152,14 +153,14 @@ def shape_for(wanted: HeadSize, window: int, target: Loaded) -> HeadShape:
         taps = tuple(sorted(layer for layer in inner if 1 <= layer < layers))
     if not all(1 <= tap <= layers for tap in taps):
         raise UsageError(f"--taps {','.join(map(str, taps))} is out of range; allowed: layers 1 to {layers} of this target")
-    heads = int(config.num_attention_heads)
+    key_heads, head_size = key_shape(config)
     size = target.model.hidden_size
     return HeadShape(
         hidden_size=size,
         taps=taps,
-        num_heads=heads,
-        num_key_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_size=int(getattr(config, "head_dim", None) or size // heads),
+        num_heads=int(config.num_attention_heads),
+        num_key_heads=key_heads,
+        head_size=head_size,
         mlp_size=wanted.mlp_size or int(getattr(config, "intermediate_size", None) or 4 * size),
         window=window,
         tap_norm=TapNorm.EACH if taps else TapNorm.NONE,
