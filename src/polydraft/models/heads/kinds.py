@@ -1,4 +1,4 @@
-"""Kinds of heads that a folder may hold: how each is recognised, checked and loaded."""
+"""The kinds of heads that a folder may hold: how each is recognised, checked and loaded."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -22,7 +22,7 @@ class HeadKind:
     """One kind of head, in a folder with a config.json."""
 
     words: str
-    """What people call it."""
+    """Its name in messages."""
     recognise: Callable[[Mapping[str, Any]], bool]
     """Whether a config.json is that of such a head."""
     check: Callable[[Path, Target, str], object]
@@ -32,11 +32,11 @@ class HeadKind:
     """`(folder, target, tokenizer, name)`: load it, and have the target provide the features it reads. The tokenizer may be
     None."""
     trains: bool = False
-    """Whether `polydraft train head` can go on from it."""
+    """Whether `polydraft train head` can continue from it."""
 
 
 HEAD_KINDS: Registry[HeadKind] = Registry("kind of head")
-"""In this order: the first one that recognises a folder has it."""
+"""The first kind that recognises a folder is used, so their order matters."""
 
 HEAD_KINDS.register("polydraft")(
     HeadKind(words="a head of polydraft train head", recognise=is_head, check=check_head, load=load_head, trains=True)
@@ -50,14 +50,14 @@ HEAD_KINDS.register("assistant")(
     HeadKind(words="an assistant of Gemma 4", recognise=is_assistant, check=check_assistant, load=load_assistant)
 )
 HEAD_KINDS.register("eagle")(HeadKind(words="an EAGLE head", recognise=EAGLE.recognise, check=EAGLE.check, load=EAGLE.load))
-# Last, because it refuses kinds in speculators' format that none of the others knows.
+# Last, because it also recognises unknown kinds in speculators' format, to refuse them.
 HEAD_KINDS.register("eagle3")(
     HeadKind(words="an EAGLE-3 head", recognise=is_eagle3, check=EAGLE3.check, load=EAGLE3.load, trains=True)
 )
 
 
 def kind_of(folder: Path) -> HeadKind | None:
-    """Return which kind of head a folder holds; None where it holds none."""
+    """Return the kind of head that a folder holds; None if it holds none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,8 +1,8 @@
-"""MTP layers on disk: where checkpoints of each family keep them, and how they are checked and loaded.
+"""MTP layers on disk: finding them in the checkpoints of each family, checking and loading them.
 
-They lie among the target's own weights, or alone in a folder of their own. All families have the same parts under other names:
-a norm of the embedding, a norm of the hidden state, a projection of both, a decoder layer, a final norm, and sometimes tables
-of their own.
+They are stored with the target's own weights, or in a folder of their own. All families have the same parts under different
+names: a norm of the embedding, a norm of the hidden state, a projection of both, a decoder layer, a final norm, and sometimes
+tables of their own.
 """
 
 import copy
@@ -28,12 +28,12 @@ from polydraft.models.hf import HFModel
 
 logger = logging.getLogger(__name__)
 NAME = "mtp"
-"""The draft that stands for the MTP layers of the target's own checkpoint."""
+"""Name of the draft that consists of the MTP layers in the target's own checkpoint."""
 _EXTRA_LAYER = re.compile(r"^(.*\blayers)\.(\d+)\.eh_proj\.weight$")
-"""DeepSeek-V3, GLM-4-MoE: a layer behind those of the target."""
+"""DeepSeek-V3, GLM-4-MoE: a layer after those of the target."""
 _LAYER = re.compile(r"^(?:model\.)?(?:language_model\.)?(?:model\.)?mtp(?:_layers|\.layers)\.(\d+)\.(.+)$")
 _SHARED = re.compile(r"^(?:model\.)?(?:language_model\.)?mtp\.([a-z]\w*\.weight)$")
-"""Qwen3-Next, Qwen3.5: what all layers have in common."""
+"""Qwen3-Next, Qwen3.5: parts that all layers share."""
 _PARTS = {
     "token_norm": ("enorm", "token_layernorm", "pre_fc_norm_embedding"),
     "feature_norm": ("hnorm", "hidden_layernorm", "pre_fc_norm_hidden"),
@@ -42,7 +42,7 @@ _PARTS = {
     "embedding": ("embed_tokens",),
     "output": ("shared_head.head", "lm_head"),
 }
-"""Names of each part, over all families."""
+"""The names of each part in all families."""
 _OWN_NAMES = {f"{theirs}.weight": ours for ours, names in _PARTS.items() for theirs in names}
 _TABLES = ("embedding", "output")
 _MARKS = ("mtp", "nextn")
@@ -58,13 +58,13 @@ def is_mtp(config: Mapping[str, Any]) -> bool:
 
 @dataclass(frozen=True)
 class MtpFiles:
-    """The MTP layers among the weights in a folder."""
+    """The MTP layers in a folder's weights."""
 
     folder: Path
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """Which file each tensor of the folder is in; only an index or headers are read."""
+        """The file of each tensor in the folder, from the index or from headers."""
         for index in sorted(self.folder.glob("*.safetensors.index.json")):
             weights = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return {name: self.folder / file for name, file in weights.items()}
@@ -72,7 +72,7 @@ class MtpFiles:
 
     @cached_property
     def layers(self) -> dict[int, dict[str, str]]:
-        """Tensor names of each layer in the checkpoint, by our names for parts, and transformers' for the decoder layer."""
+        """Each layer's tensor names in the checkpoint, by our names for parts and transformers' for the decoder layer."""
         extra = {int(found[2]): f"{found[1]}.{found[2]}." for found in map(_EXTRA_LAYER.match, self.files) if found}
         layers: dict[int, dict[str, str]] = {}
         shared: dict[str, str] = {}
@@ -89,29 +89,29 @@ class MtpFiles:
 
     @property
     def config(self) -> dict[str, Any]:
-        """What config.json says."""
+        """The content of config.json."""
         found = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))
         return found if isinstance(found, dict) else {}
 
     @property
     def promised(self) -> int:
-        """How many layers the config speaks of."""
+        """Number of MTP layers according to the config."""
         config = {**self.config, **(self.config.get("text_config") or {})}
         return next((value for name in _PROMISES if isinstance(value := config.get(name), int)), 0)
 
     @property
     def features_first(self) -> bool:
-        """Whether the projection reads features first, as only MiMo's own checkpoints do."""
+        """Whether the projection reads features first, as in MiMo's own checkpoints only."""
         return "speculators_model_type" not in self.config and any(".mtp_layers." in name for name in self.files)
 
 
 def _part(theirs: str) -> str:
-    # MiMo-V2 calls the norm below the MLP by another name than the model around it.
+    # MiMo-V2 has a name for the norm before the MLP that the rest of the model does not use.
     return _OWN_NAMES.get(theirs) or theirs.replace("pre_mlp_layernorm", "post_attention_layernorm")
 
 
 def mtp_layers(folder: Path) -> tuple[int, int]:
-    """Return how many MTP layers a folder's weights hold, and how many its config promises; 0 where it cannot be read."""
+    """Return how many MTP layers a folder's weights hold and how many its config promises; 0 if they cannot be read."""
     try:
         files = MtpFiles(folder)
         return len(files.layers), files.promised
@@ -120,9 +120,9 @@ def mtp_layers(folder: Path) -> tuple[int, int]:
 
 
 def check_mtp(folder: Path, target: Target, name: str, *, arriving: bool = False) -> None:
-    """Refuse MTP layers that are not whole, of a form that is not understood, or for a target of other sizes.
+    """Refuse MTP layers that are incomplete, of an unknown form, or for a target of other sizes.
 
-    Those that are `arriving` from a hub come with the target: as long as they are not here, their names are all that is known.
+    If they are `arriving` from a hub with the target, only their names can be checked until their files are here.
     """
     files, layer = _first_layer(folder, target, name)
     if arriving and not all(files.files[theirs].exists() for theirs in layer.values()):
@@ -133,7 +133,7 @@ def check_mtp(folder: Path, target: Target, name: str, *, arriving: bool = False
 
 
 def load_mtp(folder: Path, target: HFModel, tokenizer: Any, name: str) -> MtpHead:
-    """Load the first MTP layer of a folder for its target; it drafts at every depth."""
+    """Load the first MTP layer of a folder for its target; it drafts all levels."""
     if target.spread is not None:
         raise UsageError(f"MTP layers read the tables of target {target.name!r}, but {target.spread}; use a draft model")
     check_mtp(folder, target, name)
@@ -148,7 +148,7 @@ def load_mtp(folder: Path, target: HFModel, tokenizer: Any, name: str) -> MtpHea
     norms = [copy.deepcopy(model.base_model.norm) for _ in range(2)]
     for norm, part in zip(norms, ("token_norm", "feature_norm"), strict=True):
         norm.weight.data = tensors[part]
-    # The target's own tables come last: nothing about them may change.
+    # The target's own tables come last, because nothing above may change them.
     embedding, output = target.hf_model.get_input_embeddings(), target.hf_model.get_output_embeddings()
     if "embedding" in tensors and not _same(tensors["embedding"], embedding):
         table_VH = tensors["embedding"]
@@ -183,7 +183,7 @@ def _refusing(name: str) -> Iterator[None]:
 
 
 def _first_layer(folder: Path, target: Target, name: str) -> tuple[MtpFiles, dict[str, str]]:
-    """Return the names of the tensors of the first MTP layer."""
+    """Return the files, and the names of the first MTP layer's tensors in them; refuse if there is none that can be used."""
     files = MtpFiles(folder)
     with _refusing(name):
         layers, promised = files.layers, files.promised
@@ -219,7 +219,7 @@ def _tensors(files: MtpFiles, layer: Mapping[str, str]) -> Iterator[tuple[str, T
 
 
 def _one_layer(tensors: Mapping[str, Tensor], target: Target, name: str) -> Any:
-    """Return the decoder layer as a model of the target's kind; on meta if the tensors are. Its tables are placeholders."""
+    """Return the decoder layer as a model of the target's kind, on meta if the tensors are. Its tables are placeholders."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -238,7 +238,7 @@ def _one_layer(tensors: Mapping[str, Tensor], target: Target, name: str) -> Any:
             f"model type {target.config.model_type!r} has MTP layers of a form that is not understood; use another draft"
         )
     verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()  # what it reports is refused below
+    logging.set_verbosity_error()  # no warnings, because whatever they are about is refused below
     try:
         with torch.device("meta"):
             kind = type(AutoModelForCausalLM.from_config(config))
@@ -260,7 +260,7 @@ def _one_layer(tensors: Mapping[str, Tensor], target: Target, name: str) -> Any:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except Exception as error:  # whatever a class makes of a layer that is not its own
+    except Exception as error:  # a class may fail in any way with a layer that is not its own
         raise FailureError(f"cannot read the MTP layers of {name!r} ({first_line(error)}); get another copy") from None
     finally:
         logging.set_verbosity(verbosity)
@@ -277,11 +277,11 @@ def _one_layer(tensors: Mapping[str, Tensor], target: Target, name: str) -> Any:
 
 
 def _layer_config(config: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the config of a model of the target's kind that has this one layer, which is told by its tensors."""
+    """Return the config of a model of the target's kind with only this layer; its tensors tell its form."""
     config = copy.deepcopy(config)
     experts = any(".experts." in part for part in tensors)
     attention = "full_attention"
-    if config.model_type == "mimo_v2_flash":  # its MTP layers have sinks, as its sliding layers do
+    if config.model_type == "mimo_v2_flash":  # its MTP layers have attention sinks, like its sliding layers
         attention = "sliding_attention"
     kinds = {"layer_types": attention, "mlp_layer_types": "sparse" if experts else "dense"}
     config.num_hidden_layers, config.vocab_size, config.pad_token_id, config.tie_word_embeddings = 1, 8, None, False
