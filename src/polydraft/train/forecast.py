@@ -1,4 +1,4 @@
-"""Estimates: how long training will take, before it starts, and how much faster the draft makes decoding, at its end."""
+"""Estimates of how long training will take, made before it starts, and of the draft's speed-up, made at its end."""
 
 import math
 import time
@@ -22,17 +22,17 @@ from polydraft.train.writer import Texts, Writer, chat_form, enough_memory
 from polydraft.trees import parse_tree
 
 _FEW, _MORE = 8, 24
-"""Tokens of the texts that are written to time a token."""
+"""Lengths of the two texts that are written to time a token."""
 _ROWS_ON_CPU = 2
 _LATER = 1.5
-"""Tokens late in a text take this much longer than the first ones, which are timed."""
+"""How much longer an average token takes than the first ones of a text, which are timed."""
 _BYTES_PER_TOKEN, _BYTES_PER_WEIGHT = 5, 12
-"""On disk: a token and its answer mark; a weight and its optimizer state, in float32."""
+"""Disk space of a token with its answer mark, and of a weight with its optimizer state in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What training takes."""
+    """The time and disk space that training takes."""
 
     writing_seconds: float
     training_seconds: float
@@ -47,7 +47,7 @@ class Needs:
 
 
 def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, int], None] = lambda done, total: None) -> Needs:
-    """Time a little of everything, and estimate the whole; `advance` is called with trials done and in total."""
+    """Time short trials of writing and training, and extrapolate; `advance` is called with trials done and in total."""
     check_length(settings.length, target)
     start = load_start(settings, target)
     trials = 2 if settings.texts else 5
@@ -71,7 +71,7 @@ def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, in
             with enough_memory(f"write {rows} texts at a time", "--sampling-rows"):
                 writer.write([[0]] * rows, length, False, generator, lambda rows: None)
 
-        # The first run also sets things up.
+        # The first run is a warm-up.
         _, few, more = (seconds(partial(write, length)) for length in (_FEW, _FEW, _MORE))
         writing = max(more - few, 0.0) / ((_MORE - _FEW) * rows) * settings.tokens * _LATER
     rows = settings.batch_size if captures(device) else min(settings.batch_size, _ROWS_ON_CPU)
@@ -100,7 +100,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def forecast_of(folder: str, target: Loaded, acceptance: Sequence[Acceptance], tree: str) -> str:
-    """Estimate how much faster a draft makes decoding here, from its held-out acceptance and the cost of its passes."""
+    """Estimate a draft's speed-up on this machine from its held-out acceptance and the cost of its passes."""
     draft, topology = load_draft(folder, target), parse_tree(tree)
     assert draft is not None
     parts = []
@@ -113,7 +113,7 @@ def forecast_of(folder: str, target: Loaded, acceptance: Sequence[Acceptance], t
 
 
 def tokens_per_pass(acceptance: Sequence[Acceptance], tree: str, *, greedy: bool) -> float:
-    """Return the tokens per target pass, assuming acceptance grows with the logarithm of the candidates, from one to four."""
+    """Estimate the tokens per target pass, interpolating acceptance by the logarithm of the number of candidates."""
     tokens = reach = 1.0
     for depth, count in enumerate(map(int, tree.split("x"))):
         level = acceptance[min(depth, len(acceptance) - 1)]

@@ -1,4 +1,4 @@
-"""The draft that training starts from (`--start`): which are allowed, and whether it fits the target."""
+"""The draft that training starts from (`--start`): checking that it is allowed and fits the target, and loading it."""
 
 import torch
 
@@ -26,7 +26,7 @@ _HEADS = ", ".join(kind.words for kind in map(HEAD_KINDS.get, HEAD_KINDS) if kin
 
 
 def check_start(name: str, settings: TrainSettings) -> None:
-    """Refuse a missing draft, one of another kind than is trained, or sizes it already has, before the target is loaded."""
+    """Refuse a draft that is missing or of the wrong kind, and sizes that it fixes already, before the target is loaded."""
     kind = kind_of(head_folder(name))
     if settings.kind == "head" and not (kind is not None and kind.trains):
         raise UsageError(f"--start {name} is not a folder with a head; allowed: {_HEADS}")
@@ -53,7 +53,7 @@ def _check_model(name: str) -> None:
 
 
 def load_start(settings: TrainSettings, target: Loaded) -> HFModel | FeatureHead | None:
-    """Load the draft that training starts from, None for a new one; refuse one that does not fit or could not be written."""
+    """Load the draft that training starts from, None for a new one; refuse one that does not fit or cannot be written."""
     name = settings.start
     if name is None:
         return None

@@ -1,4 +1,4 @@
-"""Training texts that a model writes itself: many at a time, both sides of conversations."""
+"""Writing training texts with the target itself: many at a time, both sides of conversations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,21 +19,21 @@ Advance = Callable[[int], None]
 """Called with the number of tokens just written."""
 _MARKS = "polydraftuserturn", "polydraftanswer", "polydraftsecondturn"
 ANSWER_TEMPERATURES = (0.0, 0.0, 0.7, 1.0, 1.0)
-"""Drafts must serve at all temperatures, so answers are sampled at several, each as likely as the others."""
+"""Temperatures of answers, all equally likely, because drafts must work at all temperatures."""
 
 _USER_SHARE, _ANSWER_SHARE = 1 / 6, 1 / 2
-"""Longest turns, as shares of a text, so that it holds at least a question and most of an answer."""
+"""Longest turns as shares of a text, so that it has room for at least a question and most of an answer."""
 _LEAST_LOG_SHARE = -4.0
-"""In the user's turns, tokens less likely than e^-4 times the likeliest are dropped: a small model drifts otherwise."""
+"""In the user's turns, tokens less likely than e^-4 times the likeliest are dropped; otherwise small models drift off."""
 _PREFILL_TOKENS = 2**16
-"""Most tokens of prompts to read at a time, to save memory."""
+"""Most prompt tokens to read at a time, to save memory."""
 
 _USER, _ANSWER = 0, 1
 
 
 @dataclass(frozen=True)
 class ChatForm:
-    """Tokens before the user's first turn, between a question and its answer, and between an answer and the next question."""
+    """The tokens around turns: before the first question, between question and answer, and before the next question."""
 
     opening: list[int]
     to_answer: list[int]
@@ -41,7 +41,7 @@ class ChatForm:
 
 
 def chat_form(tokenizer: Any) -> ChatForm | None:
-    """Derive the form from a rendered conversation; None without a template, or if it changes the turns."""
+    """Derive the form from a rendered conversation; None if there is no template or it alters the turns."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     messages = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), _MARKS, strict=True)]
@@ -61,7 +61,7 @@ class Texts:
 
     tokens_NL: Tensor
     answer_NL: Tensor
-    """Which tokens the target wrote as answers; drafts are trained on these."""
+    """Which tokens are part of an answer by the target; drafts are trained on these."""
 
     def rows(self, index: Any) -> "Texts":
         """Return some of the texts."""
@@ -83,9 +83,9 @@ def enough_memory(task: str, option: str) -> Iterator[None]:
 
 
 class Writer:
-    """Lets a model write texts, all rows in step, without copying values to the host, so that a GPU's step is captured.
+    """Lets a model write texts, all rows in lockstep and without a sync, so that steps can be captured on a GPU.
 
-    Without a form it writes plain text. The end tokens end a turn or a text.
+    Without a form it writes plain text. End tokens end a turn or a text.
     """
 
     def __init__(self, target: HFModel, form: ChatForm | None, end_tokens: Sequence[int]) -> None:
@@ -108,7 +108,7 @@ class Writer:
         answering: bool = False,
     ) -> Texts:
         """Continue any number of texts, `rows` at a time."""
-        # Rows of one batch have starts of similar length, so that few of them idle.
+        # Batches have starts of similar length, so that few rows idle.
         order = sorted(range(len(starts)), key=lambda row: len(starts[row]))
         parts = []
         for first in range(0, len(starts), rows):
@@ -156,7 +156,7 @@ class Writer:
         return Texts(page.tokens_BL.to("cpu", torch.int32), page.answer_BL.cpu())
 
     def _choose(self, page: "_Page", generator: torch.Generator) -> None:
-        """Draw temperatures for turns that may begin."""
+        """Draw a temperature for each row, for an answer that may begin."""
         page.choice_B.random_(0, len(ANSWER_TEMPERATURES), generator=generator)
 
     def _step(self, page: "_Page", context: Context) -> Tensor:
@@ -167,10 +167,10 @@ class Writer:
         token_BT = page.tokens_BL.gather(1, last_B1)
         features_BTF = context.extend(token_BT, causal_block(rows, 1, token_BT.device))
         logits_BV = self._target.head(features_BTF[:, 0])
-        context.advance((context.lengths_B < length - 1).long())  # rows with long starts finish early, and idle
+        context.advance((context.lengths_B < length - 1).long())  # rows with long starts finish early and idle
         user_B = page.turn_B == _USER
         sampled_B = _sampled(logits_BV, torch.where(user_B, 1.0, page.temperature_B), user_B, page.noise_BV)
-        # A bridge leads from the turn that ended to the next one; its index is that of the turn that ended.
+        # A bridge is the tokens between two turns; its index is that of the turn that ended.
         bridging_B = page.bridging_B.clone()
         bridge_B = self._bridges_2M[page.turn_B, page.forced_B.clamp(max=self._bridges_2M.shape[1] - 1)]
         token_B = torch.where(bridging_B, bridge_B, sampled_B)
@@ -200,22 +200,22 @@ class Writer:
 
 @dataclass(eq=False)
 class _Page:
-    """State of all rows; a captured step reads and writes it in place."""
+    """The state of all rows, which a captured step reads and writes in place."""
 
     tokens_BL: Tensor
     answer_BL: Tensor
     position_B: Tensor
     turn_B: Tensor
     written_B: Tensor
-    """Tokens of the turn."""
+    """Tokens of the turn so far."""
     forced_B: Tensor
-    """Tokens of the bridge written so far."""
+    """Tokens of the bridge so far."""
     bridging_B: Tensor
     temperature_B: Tensor
     choice_B: Tensor
     """Index of the temperature for an answer that begins now."""
     limits_2: Tensor
-    """Longest turns."""
+    """Longest turns of user and answer."""
     noise_BV: Tensor
 
     @classmethod
@@ -240,7 +240,7 @@ class _Page:
 
 
 def _prefill(context: Context, starts: Sequence[Sequence[int]]) -> None:
-    """Read all tokens of the texts except the last, some rows at a time."""
+    """Read all tokens of the texts but the last, some rows at a time if there are many."""
     longest = max(map(len, starts))
     if longest < 2:
         return
@@ -248,7 +248,7 @@ def _prefill(context: Context, starts: Sequence[Sequence[int]]) -> None:
     if len(starts) * longest <= _PREFILL_TOKENS or shared == 0:
         context.prefill([start[:-1] for start in starts])
         return
-    context.prefill([start[:1] for start in starts])  # allocates the storage that the following calls fill
+    context.prefill([start[:1] for start in starts])  # allocates storage for the calls below
     rows = max(_PREFILL_TOKENS // longest, 1)
     for first in range(0, len(starts), rows):
         part = range(first, min(first + rows, len(starts)))
@@ -256,7 +256,7 @@ def _prefill(context: Context, starts: Sequence[Sequence[int]]) -> None:
 
 
 def _sampled(logits_BV: Tensor, temperature_B: Tensor, truncated_B: Tensor, noise_BV: Tensor) -> Tensor:
-    """Draw one token per row by a race with exponential noise, overwriting it; at temperature 0 take the likeliest."""
+    """Draw one token per row by a race with exponential noise, which is overwritten; at temperature 0 take the likeliest."""
     peak_B1 = logits_BV.amax(-1, keepdim=True).float()
     lowest_B1 = torch.where(truncated_B[:, None], peak_B1 + _LEAST_LOG_SHARE, -torch.inf)
     race_BV = noise_BV.log_().mul_(-temperature_B[:, None]).add_(logits_BV)
