@@ -42,12 +42,12 @@ def check_habits(model: "HFModel", wrap: Callable[[Any], "HFModel"]) -> bool:
     # 2e-3.
     coarse = model.int8 or model.quantised_by is not None or model.dtype not in (torch.float32, torch.float64)
     for wrapped in working_twins(model.hf_model, wrap):
-        goes_on = _check_twin(wrapped)
+        may_outgrow = _check_twin(wrapped)
         model.resumes = wrapped.resumes
         # The class is fine. What is left is to notice changed layers in this model; the tolerance is wide because of experts,
         # whose routing may flip.
         _check(model, [7, 4], 0.2 if coarse else _EXACT)
-        return goes_on
+        return may_outgrow
     tolerance = 5e-2 if coarse else _EXACT
     _check(model, [7, 4], tolerance)
     values = [value for key, value in model.config.to_dict().items() if re.fullmatch(WINDOWS, key)]

@@ -114,8 +114,9 @@ def check_draft_name(name: str, target: str) -> None:
     if name in SHIPPED_DRAFTS or is_inflated(target):
         return
     folder, kind = head_place(name, target)
-    sizes = None if kind is None else target_sizes(target)
-    if sizes is not None and name == MTP:
+    if kind is None or (sizes := target_sizes(target)) is None:
+        return
+    if name == MTP:
         check_mtp(folder, sizes, name, arriving=not os.path.isdir(target))
-    elif sizes is not None and kind is not None:
+    else:
         kind.check(folder, sizes, name)

@@ -27,7 +27,7 @@ from polydraft.models.hf_context import HFContext
 from polydraft.models.language_model import LanguageModel
 from polydraft.models.masks import Masks
 from polydraft.models.odd.gpt_neo import GPT_NEO, GPTNeoBody
-from polydraft.models.odd.positions import told_positions
+from polydraft.models.odd.positions import patched_positions
 from polydraft.models.odd.recurrent import find_recurrence
 from polydraft.models.output_head import OutputHead, stands_alone
 from polydraft.models.placement import home_device, spread_obstacle
@@ -77,7 +77,7 @@ class HFModel(LanguageModel):
         trusted: bool = False,
     ) -> None:
         refuse_unsupported(model)
-        self._asked = lean, invariant
+        self._options = lean, invariant
         self.native = native
         """Whether compiled code may be used."""
         self.linears: AbstractContextManager[None] | None = None
@@ -86,11 +86,11 @@ class HFModel(LanguageModel):
             with (fast_linears(model) if native else None) or nullcontext():
                 self._describe(model, name)
             self._choose_passes()
-            goes_on = self.max_positions is None or self.steady_positions
+            may_outgrow = self.max_positions is None or self.steady_positions
             tested = self.config.model_type in FAMILIES and self.quantised_by is None and not self.adapted
             if not trusted and not tested:
                 with torch.no_grad():
-                    goes_on = check_habits(self, lambda twin: HFModel(twin, trusted=True))
+                    may_outgrow = check_habits(self, lambda twin: HFModel(twin, trusted=True))
         except (PolydraftError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # an unknown class may fail in any way
@@ -100,7 +100,7 @@ class HFModel(LanguageModel):
         self.vocabulary = vocabulary if self._split_head else None
         if self.vocabulary is not None:
             self.output = OutputHead(self, self.vocabulary)
-        if endless and goes_on:
+        if endless and may_outgrow:
             self.max_positions = None
         self._weights = Weights(model)  # only now: choosing passes may have moved the weights
 
@@ -141,8 +141,8 @@ class HFModel(LanguageModel):
 
     def _choose_passes(self) -> None:
         """Decide how passes run: as a whole by a backend, by our own shorter code, or by the model's own."""
-        model, (lean, invariant) = self.hf_model, self._asked
-        self._positions = told_positions(model)
+        model, (lean, invariant) = self.hf_model, self._options
+        self._positions = patched_positions(model)
         self.masks = Masks(self.config, self.dtype, self.window, self._positions, self.recurrence is not None)
         self.adapted = Weights(model).adapted
         """Whether its layers have adapters. It then runs by its own modules, because adapters may be switched at any time."""
@@ -224,7 +224,7 @@ class HFModel(LanguageModel):
             if self._positions is None:
                 return self._features(inputs)
             inputs["attention_mask"] = None if self._positions.brings_masks else mask
-            with self._positions.told(positions_BT, mask, cache):
+            with self._positions.applied(positions_BT, mask, cache):
                 return self._features(inputs)
 
     def _features(self, inputs: dict[str, Any]) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from polydraft.models.families import CHUNKED, FULL, SLIDING, WHOLE_KINDS, attention_kinds, chunk_size
-from polydraft.models.odd.positions import ToldPositions
+from polydraft.models.odd.positions import PatchedPositions
 
 
 class Masks:
@@ -18,14 +18,14 @@ class Masks:
         The language part's configuration.
     window : int, optional
         Tokens that sliding layers see.
-    positions : ToldPositions, optional
+    positions : PatchedPositions, optional
         Passes positions to the model, and may pass masks too.
     recurrent : bool
         Whether some layers are recurrent.
     """
 
     def __init__(
-        self, config: Any, dtype: torch.dtype, window: int | None, positions: ToldPositions | None, recurrent: bool
+        self, config: Any, dtype: torch.dtype, window: int | None, positions: PatchedPositions | None, recurrent: bool
     ) -> None:
         self.kinds = attention_kinds(config)
         """Kinds of attention, each with its own mask."""

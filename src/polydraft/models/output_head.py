@@ -38,7 +38,7 @@ class OutputHead:
         Compute the logits of these tokens only.
     """
 
-    def __init__(self, model: "HFModel", vocabulary: PartialVocabulary | None = None) -> None:
+    def __init__(self, model: "HFModel", vocabulary: PartialVocabulary | None) -> None:
         self._model = model
         self._part: tuple[Tensor, Tensor | None] | None = None
         """Weight and bias for the tokens of `vocabulary`."""

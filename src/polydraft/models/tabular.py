@@ -29,11 +29,11 @@ class TabularModel(LanguageModel):
         """The table, with one row per sequence of `order` tokens."""
 
     @classmethod
-    def random(cls, vocab_size: int, order: int, seed: int, sharpness: float = 1.6, name: str = "tabular") -> "TabularModel":
+    def random(cls, vocab_size: int, order: int, seed: int, sharpness: float = 1.6) -> "TabularModel":
         """Make a random table. With 32 tokens, sharpness 1.6 gives an entropy of about 2.7 nats, and 2.5 about 2 nats."""
         generator = torch.Generator().manual_seed(seed)
         shape = [vocab_size] * (order + 1)
-        return cls(sharpness * torch.randn(shape, generator=generator, dtype=torch.float64), name)
+        return cls(sharpness * torch.randn(shape, generator=generator, dtype=torch.float64))
 
     def mixed_with(self, other: "TabularModel", share: float) -> "TabularModel":
         """Blend the logits with those of another table of the same shape, for a draft that partly agrees with this model."""

@@ -133,73 +133,71 @@ class Writer:
         context = target.start(rows, length)
         _prefill(context, starts)
         begun = [len(start) for start in starts]
-        page = _Page.new(starts, length, _ANSWER if answering or self._form is None else _USER, device)
-        self._choose(page, generator)
-        page.temperature_B.copy_(self._temperatures_X[page.choice_B])
-        page.noise_BV = torch.empty(rows, target.num_columns, device=device)
+        state = _State.new(starts, length, _ANSWER if answering or self._form is None else _USER, device)
+        state.choose(generator)
+        state.temperature_B.copy_(self._temperatures_X[state.choice_B])
+        state.noise_BV = torch.empty(rows, target.num_columns, device=device)
         graphs = GraphCache() if captures(device) and target.graph_obstacle is None else None
         if graphs is not None:
             context.span = context.capacity  # one capture serves all lengths
 
         def step() -> Tensor:
-            return self._step(page, context)
+            return self._step(state, context)
 
         for number in range(length - min(begun)):
-            page.noise_BV.exponential_(generator=generator)
-            self._choose(page, generator)
+            state.noise_BV.exponential_(generator=generator)
+            state.choose(generator)
             if graphs is None:
                 step()
                 context.settle([min(size + number, length - 1) for size in begun])
             else:
                 graphs.run(length, step)
             advance(rows)
-        return Texts(page.tokens_BL.to("cpu", torch.int32), page.answer_BL.cpu())
+        return Texts(state.tokens_BL.to("cpu", torch.int32), state.answer_BL.cpu())
 
-    def _choose(self, page: "_Page", generator: torch.Generator) -> None:
-        """Draw a temperature for each row, for an answer that may begin."""
-        page.choice_B.random_(0, len(ANSWER_TEMPERATURES), generator=generator)
-
-    def _step(self, page: "_Page", context: Context) -> Tensor:
+    def _step(self, state: "_State", context: Context) -> Tensor:
         """Write one more token in every row."""
-        rows, length = page.tokens_BL.shape
-        limits_2 = page.limits_2
-        last_B1 = page.position_B[:, None].clamp(max=length) - 1
-        token_BT = page.tokens_BL.gather(1, last_B1)
+        rows, length = state.tokens_BL.shape
+        last_B1 = state.position_B[:, None].clamp(max=length) - 1
+        token_BT = state.tokens_BL.gather(1, last_B1)
         features_BTF = context.extend(token_BT, causal_block(rows, 1, token_BT.device))
         logits_BV = self._target.head(features_BTF[:, 0])
         context.advance((context.lengths_B < length - 1).long())  # rows with long starts finish early and idle
-        user_B = page.turn_B == _USER
-        sampled_B = _sampled(logits_BV, torch.where(user_B, 1.0, page.temperature_B), user_B, page.noise_BV)
+        user_B = state.turn_B == _USER
+        sampled_B = _sampled(logits_BV, torch.where(user_B, 1.0, state.temperature_B), user_B, state.noise_BV)
         # A bridge is the tokens between two turns; its index is that of the turn that ended.
-        bridging_B = page.bridging_B.clone()
-        bridge_B = self._bridges_2M[page.turn_B, page.forced_B.clamp(max=self._bridges_2M.shape[1] - 1)]
-        token_B = torch.where(bridging_B, bridge_B, sampled_B)
-        inside_B = page.position_B < length
-        place_B1 = page.position_B.clamp(max=length - 1)[:, None]
-        page.tokens_BL.scatter_(
-            1, place_B1, torch.where(inside_B[:, None], token_B[:, None], page.tokens_BL.gather(1, place_B1))
+        bridge_B = self._bridges_2M[state.turn_B, state.forced_B.clamp(max=self._bridges_2M.shape[1] - 1)]
+        token_B = torch.where(state.bridging_B, bridge_B, sampled_B)
+        inside_B = state.position_B < length
+        place_B1 = state.position_B.clamp(max=length - 1)[:, None]
+        state.tokens_BL.scatter_(
+            1, place_B1, torch.where(inside_B[:, None], token_B[:, None], state.tokens_BL.gather(1, place_B1))
         )
-        fresh_B1 = (inside_B & ~bridging_B & ~user_B)[:, None]
-        page.answer_BL.scatter_(1, place_B1, fresh_B1 | page.answer_BL.gather(1, place_B1))
-        page.position_B += 1
-        if self._form is None:
-            return token_B
-        ended_B = ~bridging_B & torch.isin(sampled_B, self._ends_E)
-        cut_B = ~bridging_B & ~ended_B & (page.written_B + 1 >= limits_2[page.turn_B])
-        # A turn that ended by itself has already written the first token of its bridge.
-        page.forced_B.copy_(torch.where(bridging_B, page.forced_B + 1, ended_B.long()))
-        page.written_B += (~bridging_B).long()
-        bridging_B = bridging_B | ended_B | cut_B
-        over_B = bridging_B & (page.forced_B >= self._lengths_2[page.turn_B])
-        page.turn_B.copy_(torch.where(over_B, 1 - page.turn_B, page.turn_B))
-        page.written_B.masked_fill_(over_B, 0)
-        page.bridging_B.copy_(bridging_B & ~over_B)
-        page.temperature_B.copy_(torch.where(over_B, self._temperatures_X[page.choice_B], page.temperature_B))
+        fresh_B1 = (inside_B & ~state.bridging_B & ~user_B)[:, None]
+        state.answer_BL.scatter_(1, place_B1, fresh_B1 | state.answer_BL.gather(1, place_B1))
+        state.position_B += 1
+        if self._form is not None:
+            self._change_turns(state, sampled_B)
         return token_B
+
+    def _change_turns(self, state: "_State", sampled_B: Tensor) -> None:
+        """End turns at end tokens and at their limit, and begin the next ones after the bridge."""
+        bridging_B = state.bridging_B.clone()
+        ended_B = ~bridging_B & torch.isin(sampled_B, self._ends_E)
+        cut_B = ~bridging_B & ~ended_B & (state.written_B + 1 >= state.limits_2[state.turn_B])
+        # A turn that ended by itself has already written the first token of its bridge.
+        state.forced_B.copy_(torch.where(bridging_B, state.forced_B + 1, ended_B.long()))
+        state.written_B += (~bridging_B).long()
+        bridging_B = bridging_B | ended_B | cut_B
+        over_B = bridging_B & (state.forced_B >= self._lengths_2[state.turn_B])
+        state.turn_B.copy_(torch.where(over_B, 1 - state.turn_B, state.turn_B))
+        state.written_B.masked_fill_(over_B, 0)
+        state.bridging_B.copy_(bridging_B & ~over_B)
+        state.temperature_B.copy_(torch.where(over_B, self._temperatures_X[state.choice_B], state.temperature_B))
 
 
 @dataclass(eq=False)
-class _Page:
+class _State:
     """The state of all rows, which a captured step reads and writes in place."""
 
     tokens_BL: Tensor
@@ -219,7 +217,7 @@ class _Page:
     noise_BV: Tensor
 
     @classmethod
-    def new(cls, starts: Sequence[Sequence[int]], length: int, turn: int, device: torch.device) -> "_Page":
+    def new(cls, starts: Sequence[Sequence[int]], length: int, turn: int, device: torch.device) -> "_State":
         rows = len(starts)
         tokens = torch.tensor([[*start, *[0] * (length - len(start))] for start in starts], dtype=torch.int32)
         limits = [max(int(share * length), 1) for share in (_USER_SHARE, _ANSWER_SHARE)]
@@ -237,6 +235,10 @@ class _Page:
             limits_2=torch.tensor(limits, device=device),
             noise_BV=zeros_B[:, None],
         )
+
+    def choose(self, generator: torch.Generator) -> None:
+        """Draw the temperature of each row's next answer, in case it begins in this step."""
+        self.choice_B.random_(0, len(ANSWER_TEMPERATURES), generator=generator)
 
 
 def _prefill(context: Context, starts: Sequence[Sequence[int]]) -> None:

@@ -166,11 +166,6 @@ class AssistantContext(Entries):
     def store(self, tokens_BT: Tensor, fused_BTH: Tensor) -> None:
         """Do nothing: the target stores the texts."""
 
-    @property
-    def divisible(self) -> bool:
-        """Always: there is no storage."""
-        return True
-
 
 class NoStorage(Storage):
     """Storage without slots, for a context that reads the target's."""

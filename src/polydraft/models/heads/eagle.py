@@ -49,7 +49,7 @@ class EagleFormat(Format):
         shape = super().shape(config, target, found)
         return dataclasses.replace(shape, taps=(), reads_last=True, joins=True, normed=False, join_bias="fc.bias" in found)
 
-    def left_out(self, config: Config, tokens: int) -> Collection[str]:
+    def ignored(self, config: Config, tokens: int) -> Collection[str]:
         """Return the names of tensors to ignore, because the target's own are used."""
         return ("lm_head.weight",)
 

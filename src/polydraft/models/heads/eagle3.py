@@ -108,8 +108,8 @@ class Format:
             config = self._config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
             _check_target(config, target, name)
             files = weight_files(folder, name)
-            left_out = self.left_out(config, target.vocab_size)
-            found = {part: shape for part, shape in shapes_of(files).items() if part not in left_out}
+            ignored = self.ignored(config, target.vocab_size)
+            found = {part: shape for part, shape in shapes_of(files).items() if part not in ignored}
             shape = self.shape(config, target, {*found})
         except UsageError:
             raise
@@ -183,7 +183,7 @@ class Format:
         shape = checked_shape(fields)
         return checked_shape({**fields, **_rope(layer, shape)})
 
-    def left_out(self, config: Config, tokens: int) -> Collection[str]:
+    def ignored(self, config: Config, tokens: int) -> Collection[str]:
         """Return the names of tensors to ignore, because the target's own are used."""
         return ()
 

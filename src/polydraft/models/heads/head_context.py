@@ -96,6 +96,11 @@ class Entries(Context):
         """Bring the target's features, taps included, into the space of the head's own outputs."""
         return self._head.fused(features_RF)
 
+    @property
+    def divisible(self) -> bool:
+        """Always: storage, if there is any, is allocated when `part` needs it."""
+        return True
+
     def borrow(self, context: Context) -> None:
         """Set the target's context, for heads that attend to it."""
 
@@ -222,11 +227,6 @@ class HeadContext(Entries):
         size, used = tokens_BT.shape[1], visible_BTS.shape[2]
         self.cache.aim(slots_BT, used - size if self.aligned else None, used)
         return self._outputs(tokens_BT, self._fused_BTH, positions_BT, visible_BTS)
-
-    @property
-    def divisible(self) -> bool:
-        """Always: a head can allocate its storage before the first pass."""
-        return True
 
     def part(self, rows: slice) -> Self:
         """Return a context of some adjacent rows that shares their storage; the host's lengths are copied."""

@@ -29,21 +29,19 @@ def known_draft(target: str) -> str | None:
     near = [own / "head", *beside] if path.exists() else []
     inside = sorted(folder.parent for folder in path.glob("*/config.json")) if path.is_dir() else []
     for folder in (*near, *inside, *_remembered(target)):
-        kind = kind_of(folder)
-        sizes = None if kind is None else target_sizes(target)
-        try:
-            if kind is not None and sizes is not None:
-                kind.check(folder, sizes, str(folder))
-        except PolydraftError as error:
-            _say(f"{target} has a head that cannot draft: {error}")
+        if (kind := kind_of(folder)) is None:
             continue
-        if kind is not None:
+        try:
+            if (sizes := target_sizes(target)) is not None:
+                kind.check(folder, sizes, str(folder))
             return str(folder)
+        except PolydraftError as error:
+            _log_once(f"{target} has a head that cannot draft: {error}")
     return MTP if shipped_layers(target)[0] else None
 
 
 @cache
-def _say(line: str) -> None:
+def _log_once(line: str) -> None:
     """Log a line once, however often a draft is looked for."""
     logger.info(line)
 

@@ -126,14 +126,10 @@ class MtpContext(Entries, HFContext):
         """Read the next entries of texts without returning outputs."""
         self.read(tokens_BT, fused_BTH, causal_block(*tokens_BT.shape, self.device))
 
-    @property
-    def divisible(self) -> bool:
-        """Always: if there is no storage yet, `part` allocates it by reading a dummy entry."""
-        return True
-
     def part(self, rows: slice) -> Self:
-        """Return a context of some adjacent rows that shares their storage; the host's lengths are copied."""
-        if not super().divisible and rows != slice(0, self.batch_size):
+        """Return a context of some adjacent rows that shares their storage, allocated first if necessary."""
+        if self.address == 0 and rows != slice(0, self.batch_size):
+            # The first pass allocates: read a dummy entry.
             tokens_B1 = torch.zeros(self.batch_size, 1, dtype=torch.long, device=self.device)
             self.read(tokens_B1, torch.zeros_like(self._head.pair(tokens_B1)), causal_block(*tokens_B1.shape, self.device))
         return super().part(rows)

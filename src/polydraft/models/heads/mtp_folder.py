@@ -87,7 +87,7 @@ class MtpFiles:
                         layers.setdefault(number, {})[_part(name.removeprefix(prefix))] = name
         return {number: {**shared, **layers[number]} for number in sorted(layers)}
 
-    @property
+    @cached_property
     def config(self) -> dict[str, Any]:
         """The content of config.json."""
         found = json.loads((self.folder / "config.json").read_text(encoding="utf-8"))

@@ -99,14 +99,14 @@ class DFlashFormat(ParallelFormat):
         size = checked_number("block_size", form.get("block_size"), 1 + (not root_drafts), most)
         return {"depths": size - (not root_drafts), "root_drafts": root_drafts, "causal_windows": not sees_all}
 
-    def left_out(self, config: Config, tokens: int) -> Collection[str]:
+    def ignored(self, config: Config, tokens: int) -> Collection[str]:
         """Return the names of tensors to ignore: the input table, and the output table unless the vocabulary is partial."""
         return ("embed_tokens.weight", *(("lm_head.weight",) if config.drafted(tokens) == tokens else ()))
 
     def expected(self, config: Config, shape: Any, tokens: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors of a head."""
-        left_out = self.left_out(config, tokens)
-        return {name: size for name, size in super().expected(config, shape, tokens).items() if name not in left_out}
+        ignored = self.ignored(config, tokens)
+        return {name: size for name, size in super().expected(config, shape, tokens).items() if name not in ignored}
 
 
 PEAGLE, DFLASH = PEagleFormat(), DFlashFormat()

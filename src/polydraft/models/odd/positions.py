@@ -36,15 +36,15 @@ class _Pass:
 
 
 _FORWARDS: PassForwards[_Pass] = PassForwards("a layer that counts positions")
-_Tell = Callable[[Any, _Pass, dict[str, Any]], Any]
+_Patch = Callable[[Any, _Pass, dict[str, Any]], Any]
 """Computes a module's output: `(module, pass, arguments by name)`."""
 
 
 class _Forward:
     """Replaces the `forward` of one module."""
 
-    def __init__(self, module: nn.Module, tell: _Tell) -> None:
-        self._module, self._tell = module, tell
+    def __init__(self, module: nn.Module, patch: _Patch) -> None:
+        self._module, self._patch = module, patch
         self._signature = inspect.signature(type(module).forward)
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -52,7 +52,7 @@ class _Forward:
         if now is None:
             return type(self._module).forward(self._module, *args, **options)
         arguments = self._signature.bind(self._module, *args, **options).arguments
-        return self._tell(self._module, now, arguments)
+        return self._patch(self._module, now, arguments)
 
     @staticmethod
     def own(module: Any, arguments: dict[str, Any]) -> Any:
@@ -62,21 +62,21 @@ class _Forward:
         return type(module).forward(module, **arguments.pop("kwargs", {}), **arguments)
 
 
-class ToldPositions:
-    """The modules of a model that need to be told positions; build one with `told_positions`.
+class PatchedPositions:
+    """The modules of a model that need to be told positions; build one with `patched_positions`.
 
     Parameters
     ----------
-    tells : sequence
+    patches : sequence
         Modules, and the functions that compute their outputs.
     bias : callable, optional
         Returns the ALiBi bias for a number of positions, `[H, P]`.
     """
 
     def __init__(
-        self, tells: Sequence[tuple[nn.Module, _Tell]], bias: Callable[[int, torch.device], Tensor] | None = None
+        self, patches: Sequence[tuple[nn.Module, _Patch]], bias: Callable[[int, torch.device], Tensor] | None = None
     ) -> None:
-        self._forwards = [(module, _Forward(module, tell)) for module, tell in tells]
+        self._forwards = [(module, _Forward(module, patch)) for module, patch in patches]
         self._bias = bias
 
     @property
@@ -92,13 +92,13 @@ class ToldPositions:
         return bias_BHS[:, :, None].where(visible_BTS[:, None], torch.finfo(dtype).min)
 
     @contextmanager
-    def told(self, positions_BT: Tensor, mask: Any, cache: Any) -> Iterator[None]:
+    def applied(self, positions_BT: Tensor, mask: Any, cache: Any) -> Iterator[None]:
         """Give the modules these positions while this thread is inside."""
         with _FORWARDS.running(self._forwards, _Pass(positions_BT, mask, cache)):
             yield
 
 
-def told_positions(model: Any) -> ToldPositions | None:
+def patched_positions(model: Any) -> PatchedPositions | None:
     """Return what passes positions to a model; None if the model takes position ids, or how it counts is unknown."""
     kind = text_config(model).model_type
     if kind in FAMILIES:
@@ -110,7 +110,7 @@ def told_positions(model: Any) -> ToldPositions | None:
     tables = [module for module in model.modules() if _is_table(module)]
     if kind == "roformer" and len(tables) == 1:
         return _turning(model, tables[0])
-    return ToldPositions([(table, _look_up) for table in tables]) if tables else None
+    return PatchedPositions([(table, _look_up) for table in tables]) if tables else None
 
 
 def _is_table(module: nn.Module) -> bool:
@@ -122,7 +122,7 @@ def _look_up(table: Any, now: _Pass, arguments: dict[str, Any]) -> Tensor:
     return functional.embedding(now.positions_BT + getattr(table, "offset", 0), table.weight)
 
 
-def _turning(model: Any, table: Any) -> ToldPositions:
+def _turning(model: Any, table: Any) -> PatchedPositions:
     """Pass positions to RoFormer, which looks up one row for all texts: give each layer the positions of all rows."""
 
     def first_row(table: Any, now: _Pass, arguments: dict[str, Any]) -> Tensor:
@@ -132,12 +132,12 @@ def _turning(model: Any, table: Any) -> ToldPositions:
         return _Forward.own(layer, {**arguments, "sinusoidal_pos": _look_up(table, now, {})[:, None]})
 
     layers = [module for module in model.modules() if type(module).__name__ == "RoFormerSelfAttention"]
-    return ToldPositions([(table, first_row), *((layer, turned) for layer in layers)])
+    return PatchedPositions([(table, first_row), *((layer, turned) for layer in layers)])
 
 
-def _inkling(model: Any) -> ToldPositions:
+def _inkling(model: Any) -> PatchedPositions:
     distances = [module for module in model.modules() if type(module).__name__ == "InklingRelativeLogits"]
-    return ToldPositions([(module, _relative) for module in distances])
+    return PatchedPositions([(module, _relative) for module in distances])
 
 
 def _relative(module: Any, now: _Pass, arguments: dict[str, Any]) -> Tensor:
@@ -149,7 +149,7 @@ def _relative(module: Any, now: _Pass, arguments: dict[str, Any]) -> Tensor:
     return logits_BHTX.gather(-1, index_BHTS).masked_fill(outside_B1TS, 0.0)
 
 
-def _bloom(model: Any) -> ToldPositions:
+def _bloom(model: Any) -> PatchedPositions:
     body = model.base_model
 
     def bias(positions: int, device: torch.device) -> Tensor:
@@ -157,10 +157,10 @@ def _bloom(model: Any) -> ToldPositions:
         table_HP: Tensor = body.build_alibi_tensor(ones_1P, body.num_heads, model.dtype)[:, 0]
         return table_HP
 
-    return ToldPositions([(block, _biased_block) for block in body.h], bias)
+    return PatchedPositions([(block, _biased_block) for block in body.h], bias)
 
 
-def _falcon(model: Any) -> ToldPositions:
+def _falcon(model: Any) -> PatchedPositions:
     body = model.base_model
     build: Callable[..., Tensor] = vars(sys.modules[type(body).__module__])["build_alibi_tensor"]
     # The eager code of transformers 5.22 adds the bias twice: to the scores and to the mask.
@@ -171,7 +171,7 @@ def _falcon(model: Any) -> ToldPositions:
         table_HP = build(ones_1P, body.num_heads, dtype=model.dtype)[:, 0]
         return times * table_HP / math.sqrt(model.config.hidden_size // body.num_heads)
 
-    return ToldPositions([(block, _biased_block) for block in body.h], bias)
+    return PatchedPositions([(block, _biased_block) for block in body.h], bias)
 
 
 def _biased_block(block: Any, now: _Pass, arguments: dict[str, Any]) -> Any:
@@ -180,14 +180,14 @@ def _biased_block(block: Any, now: _Pass, arguments: dict[str, Any]) -> Any:
     return _Forward.own(block, {**arguments, "alibi": nothing, "attention_mask": now.mask})
 
 
-def _mpt(model: Any) -> ToldPositions:
+def _mpt(model: Any) -> PatchedPositions:
     body = model.base_model
 
     def bias(positions: int, device: torch.device) -> Tensor:
         table_HP: Tensor = body.build_mpt_alibi_tensor(body.num_heads, positions, device=device)[:, 0]
         return table_HP
 
-    return ToldPositions([(block.attn, _mpt_attention) for block in body.blocks], bias)
+    return PatchedPositions([(block.attn, _mpt_attention) for block in body.blocks], bias)
 
 
 def _mpt_attention(attention: Any, now: _Pass, arguments: dict[str, Any]) -> tuple[Tensor, Tensor]:
@@ -204,7 +204,7 @@ def _mpt_attention(attention: Any, now: _Pass, arguments: dict[str, Any]) -> tup
     return attention.out_proj((weights_BHTS @ value_BHSC).transpose(1, 2).flatten(2)), weights_BHTS
 
 
-_KNOWN: dict[str, Callable[[Any], ToldPositions]] = {
+_KNOWN: dict[str, Callable[[Any], PatchedPositions]] = {
     "bloom": _bloom,
     "falcon": _falcon,
     "inkling_text": _inkling,
