@@ -60,8 +60,7 @@ class Weights:
         switched = ("active_adapters", "merged_adapters")
         found = model.modules() if self._adapters else ()
         self._layers = [layer for layer in found if all(hasattr(layer, name) for name in switched)]
-        self.places = _addresses(self._weights)
-        """Where the weights were at first."""
+        self._addresses = _addresses(self._weights)
 
     @property
     def adapted(self) -> bool:
@@ -73,7 +72,7 @@ class Weights:
         """Whether weights and adapters are still the same objects in the same places."""
         now = _adapters(self._model)
         same = now.keys() == self._adapters.keys() and all(now[name] is self._adapters[name] for name in now)
-        return same and _addresses(self._weights) == self.places
+        return same and _addresses(self._weights) == self._addresses
 
     def mark(self) -> Hashable:
         """Return a value that changes when weights change or an adapter is switched."""
@@ -87,7 +86,7 @@ class Weights:
             )
             for layer in self._layers
         )
-        return self.places, versions, switches
+        return self._addresses, versions, switches
 
 
 def _adapters(model: Any) -> dict[str, Any]:
@@ -126,7 +125,7 @@ def with_adapter(model: Any, folder: str, name: str, **options: Any) -> Any:
     config.inference_mode = True
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an error says more
+            warnings.simplefilter("ignore")  # whatever they are about raises an error below
             adapted = peft.PeftModel(model, config)
             found = adapted.load_adapter(folder, "default", torch_device=str(model.device), **options)
             if strays := [*found.missing_keys, *found.unexpected_keys]:

@@ -37,7 +37,7 @@ from polydraft.sampling import PartialVocabulary
 
 
 class HFModel(LanguageModel):
-    """Wrap a `transformers` causal language model.
+    """A `transformers` causal language model that can score trees.
 
     Tree attention only needs the model to take a 4-D mask, position ids and a cache object, as every current one does. The
     constructor tries that out for model types that the test suite does not cover, for weights that another package has
@@ -59,8 +59,8 @@ class HFModel(LanguageModel):
         On a CPU with a C compiler, run Llama-shaped models, and the linear layers of all others, by compiled code, see
         `polydraft.backends.native`.
     invariant : bool, optional
-        On a GPU, compute each token bit by bit as if it were alone, see `polydraft.backends.triton.invariant`. By default
-        done in bfloat16 if the model allows it.
+        On a GPU, give each token the same bits in every tree and batch, see `polydraft.backends.triton.invariant`. By default
+        only in bfloat16, if the model allows it.
     trusted : bool
         Skip the checks of unknown model types, for instance for the twins that these checks run on.
     """
@@ -129,7 +129,7 @@ class HFModel(LanguageModel):
         self.recurrence = find_recurrence(model)
         """Its recurrent layers, if any."""
         self.resumes = False
-        """Whether recurrent layers can read several tokens at once from a given state; Mamba's scan cannot. A twin tells."""
+        """Whether recurrent layers can read several tokens at once from a given state; Mamba's cannot. Tried on a twin."""
         if self.recurrence is not None:
             self.shape_obstacle = "its recurrent layers read a tree level by level, and only static trees have known levels"
         self.stored_layers: int | None = self.num_layers
@@ -276,7 +276,7 @@ def early_exit(target: HFModel, layers: int) -> HFModel:
     text = config.get_text_config(decoder=True)
     text.num_hidden_layers = layers
     kinds = getattr(text, "layer_types", None)
-    if kinds is not None and len(kinds) != layers:  # they are equal for Falcon-H1, which derives the list from the number
+    if kinds is not None and len(kinds) != layers:  # Falcon-H1 derives the list, which is shorter already
         text.layer_types = list(kinds)[:layers]
     _truncate(model, total, layers, config)
     return HFModel(model, name=f"early-exit:{layers}", native=target.native, invariant=False)

@@ -191,7 +191,7 @@ class Context(ByRow, ABC):
         self.positions_BS[self._rows_B1, target_BD] = self.positions_BS[self._rows_B1, source_BD]
 
     def keepable(self, lengths: Sequence[int]) -> list[int]:
-        """Return how many tokens are left per row if rows are cut to these lengths."""
+        """Return how many tokens rows have left if they are cut to these lengths."""
         return list(lengths)
 
     def prefill(self, texts: Sequence[Sequence[int]], observer: Observer | None = None) -> None:
@@ -199,7 +199,7 @@ class Context(ByRow, ABC):
 
         Once some rows have text, rows with nothing to read are skipped.
         """
-        self.span = None  # that of rounds may be too narrow; the next round fixes its own
+        self.span = None  # the span of rounds may be too narrow; the next round fixes a new one
         for rows in _runs(texts) if self.divisible and (self.lent or any(self.lengths)) else [slice(0, self.batch_size)]:
             # If padding would take a row past the end of the storage, or past its memory, rows read one by one.
             fits = not self.divisible or self.has_room(rows, max(map(len, texts[rows])))
@@ -212,7 +212,7 @@ class Context(ByRow, ABC):
         while (longest := max(len(text) for text in texts) - done) > 0:
             size = min(longest, PREFILL_CHUNK)
             parts = [list(text[done : done + size]) for text in texts]
-            # Rows that have read their text are padded meanwhile, which may take them past what they need themselves.
+            # Rows that have read their whole text are padded meanwhile, which may take more slots than their own texts need.
             self.reserve(max(self.lengths[rows]) + size)
             features_BTF = self._read(parts, rows, size)
             starts = self.lengths[rows]

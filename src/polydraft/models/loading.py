@@ -84,10 +84,12 @@ def load_model(
 
     Parameters
     ----------
-    device_map : str, optional
-        Spread the model over several devices instead of loading it to `device`, see `polydraft.models.placement`.
+    name : str
+    device : torch.device
     dtype : torch.dtype
         With int8 its weights are quantised, see `polydraft.models.quantised`.
+    device_map : str, optional
+        Spread the model over several devices instead of loading it to `device`, see `polydraft.models.placement`.
     native, invariant : bool
         As for `HFModel`.
     adapter : str, optional
@@ -143,7 +145,7 @@ def _read(
     options = hub_options(folder)
     layout: dict[str, Any] = {} if device_map is None else layout_options(device_map)
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected pickle protocol")  # an error says the same
+        warnings.filterwarnings("ignore", message="Detected pickle protocol")  # refused with an error
         if converted and device_map is None:
             hf_model, found = load_converted(Path(folder))
         else:

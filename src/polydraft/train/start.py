@@ -34,7 +34,7 @@ def check_start(name: str, settings: TrainSettings) -> None:
         if kind is not None:
             raise UsageError(f"--start {name} is a feature head, which polydraft train head continues; allowed: {_MODELS}")
         _check_model(name)
-    if settings.size.given and kind is not HEAD_KINDS.get("polydraft"):  # a head of ours can be made wider
+    if settings.size.given and kind is not HEAD_KINDS.get("polydraft"):  # one of our heads can be widened
         raise UsageError(f"{settings.size.given[0]} does not go with --start {name}, which has its own sizes; leave it out")
 
 
@@ -60,7 +60,7 @@ def load_start(settings: TrainSettings, target: Loaded) -> HFModel | FeatureHead
     if settings.kind == "head":
         taps = target.model.taps
         head = load_draft(name, target)
-        target.model.tap(taps)  # the target may write texts first
+        target.model.tap(taps)  # undo the head's taps: the target may write texts first
         assert isinstance(head, FeatureHead)
         if not head.shape.joins and (obstacle := export_obstacle(head)):
             raise UsageError(f"--start {name} could not be written after training: {obstacle}")

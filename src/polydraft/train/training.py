@@ -131,7 +131,7 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
     parameters = [parameter for parameter in pupil.module.parameters() if parameter.requires_grad]
     optimizers = make_optimizers(settings, parameters)
     step = _load_checkpoint(work, pupil.module, optimizers)
-    acceptance = evaluate(pupil, corpus, settings)
+    acceptance = evaluate(pupil, corpus)
     observer(Report(phase="training", done=step, total=settings.steps, acceptance=acceptance))
     while step < settings.steps:
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
@@ -148,7 +148,7 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
                     "--resume and a lower --learning-rate, in a copy of the folder"
                 )
             if step % settings.evaluate_every == 0 or ends:
-                acceptance = evaluate(pupil, corpus, settings)
+                acceptance = evaluate(pupil, corpus)
             observer(Report(phase="training", done=step, total=settings.steps, loss=value, acceptance=acceptance))
         if step % settings.save_every == 0 or ends:
             _save_checkpoint(work, pupil.module, optimizers, step)
@@ -224,7 +224,7 @@ def _rate(share: float) -> float:
 
 
 @torch.no_grad()
-def evaluate(pupil: Pupil, corpus: Corpus, settings: TrainSettings) -> tuple[Acceptance, ...]:
+def evaluate(pupil: Pupil, corpus: Corpus) -> tuple[Acceptance, ...]:
     """Measure acceptance on held-out texts at each depth of drafting."""
     with _autocast(pupil):
         lesson = pupil.study(corpus.test().rows(slice(_TEST_TEXTS)), pupil.depths)

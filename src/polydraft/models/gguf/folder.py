@@ -188,7 +188,7 @@ def _discard(folder: Path) -> None:
 
 def _tidy(root: Path) -> None:
     """Remove the partial files of killed processes, and folders abandoned long ago."""
-    remove_leftovers(cache_root())  # of earlier versions
+    remove_leftovers(cache_root())  # where earlier versions have left some
     with suppress(OSError):
         for folder in [path for path in root.iterdir() if path.is_dir() and not (path / MANIFEST).exists()]:
             with locked(folder, None) as held:

@@ -58,13 +58,6 @@ class Config:
         return drafted
 
 
-def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of an EAGLE-3 head or of an unknown draft in speculators' format, to be refused."""
-    names = config.get("architectures")
-    named = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
-    return named or "speculators_model_type" in config or "draft_vocab_size" in config
-
-
 class Format:
     """How to read heads from such folders: those of EAGLE-3 here, others in subclasses."""
 
@@ -77,6 +70,12 @@ class Format:
     """Key of the config that lists the layers of the target to read."""
     feature_norm = f"{FIRST}hidden_norm.weight"
     """Tensor with the norm of fused features."""
+
+    def recognise(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config.json is that of such a head, or of an unknown draft in speculators' format, refused later."""
+        names = config.get("architectures")
+        named = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
+        return named or "speculators_model_type" in config or "draft_vocab_size" in config
 
     def load(self, folder: Path, target: HFModel, tokenizer: Any, name: str) -> FeatureHead:
         """Load a head for its target, and have the target provide the features it reads.

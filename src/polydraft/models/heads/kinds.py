@@ -8,7 +8,7 @@ from typing import Any
 
 from polydraft.models.heads.assistant_folder import check_assistant, is_assistant, load_assistant
 from polydraft.models.heads.eagle import EAGLE
-from polydraft.models.heads.eagle3 import EAGLE3, is_eagle3
+from polydraft.models.heads.eagle3 import EAGLE3, Format
 from polydraft.models.heads.head import Head
 from polydraft.models.heads.head_folder import Target, check_head, is_head, load_head
 from polydraft.models.heads.mtp_folder import NAME, check_mtp, is_mtp, load_mtp
@@ -38,22 +38,23 @@ class HeadKind:
 HEAD_KINDS: Registry[HeadKind] = Registry("kind of head")
 """The first kind that recognises a folder is used, so their order matters."""
 
+
+def _foreign(words: str, form: Format, trains: bool = False) -> HeadKind:
+    return HeadKind(words=words, recognise=form.recognise, check=form.check, load=form.load, trains=trains)
+
+
 HEAD_KINDS.register("polydraft")(
     HeadKind(words="a head of polydraft train head", recognise=is_head, check=check_head, load=load_head, trains=True)
 )
 HEAD_KINDS.register(NAME)(HeadKind(words="MTP layers", recognise=is_mtp, check=check_mtp, load=load_mtp))
-HEAD_KINDS.register("peagle")(
-    HeadKind(words="a P-EAGLE head", recognise=PEAGLE.recognise, check=PEAGLE.check, load=PEAGLE.load)
-)
-HEAD_KINDS.register("dflash")(HeadKind(words="a DFlash head", recognise=DFLASH.recognise, check=DFLASH.check, load=DFLASH.load))
+HEAD_KINDS.register("peagle")(_foreign("a P-EAGLE head", PEAGLE))
+HEAD_KINDS.register("dflash")(_foreign("a DFlash head", DFLASH))
 HEAD_KINDS.register("assistant")(
-    HeadKind(words="an assistant of Gemma 4", recognise=is_assistant, check=check_assistant, load=load_assistant)
+    HeadKind(words="a Gemma 4 assistant", recognise=is_assistant, check=check_assistant, load=load_assistant)
 )
-HEAD_KINDS.register("eagle")(HeadKind(words="an EAGLE head", recognise=EAGLE.recognise, check=EAGLE.check, load=EAGLE.load))
+HEAD_KINDS.register("eagle")(_foreign("an EAGLE head", EAGLE))
 # Last, because it also recognises unknown kinds in speculators' format, to refuse them.
-HEAD_KINDS.register("eagle3")(
-    HeadKind(words="an EAGLE-3 head", recognise=is_eagle3, check=EAGLE3.check, load=EAGLE3.load, trains=True)
-)
+HEAD_KINDS.register("eagle3")(_foreign("an EAGLE-3 head", EAGLE3, trains=True))
 
 
 def kind_of(folder: Path) -> HeadKind | None:

@@ -127,7 +127,7 @@ def check_mtp(folder: Path, target: Target, name: str, *, arriving: bool = False
     files, layer = _first_layer(folder, target, name)
     if arriving and not all(files.files[theirs].exists() for theirs in layer.values()):
         return
-    with _refusing(name):
+    with _explained(name):
         tensors = {part: torch.empty(shape, device="meta") for part, shape in _shapes(files, layer).items()}
     _one_layer(tensors, target, name)
 
@@ -140,7 +140,7 @@ def load_mtp(folder: Path, target: HFModel, tokenizer: Any, name: str) -> MtpHea
     files, layer = _first_layer(folder, target, name)
     if (number := len(files.layers)) > 1:
         logger.info("%s has %d MTP layers, of which the first drafts, at every depth", name, number)
-    with _refusing(name):
+    with _explained(name):
         tensors = dict(_tensors(files, layer))
     model = _one_layer(tensors, target, name).requires_grad_(False).eval().to(target.device)
     target.tap(())
@@ -173,7 +173,8 @@ def _same(table_VH: Tensor, module: Any) -> bool:
 
 
 @contextmanager
-def _refusing(name: str) -> Iterator[None]:
+def _explained(name: str) -> Iterator[None]:
+    """Turn errors from reading files into one that says what to do."""
     try:
         yield
     except (OSError, SafetensorError, ValueError, LookupError, TypeError, AttributeError) as error:
@@ -185,7 +186,7 @@ def _refusing(name: str) -> Iterator[None]:
 def _first_layer(folder: Path, target: Target, name: str) -> tuple[MtpFiles, dict[str, str]]:
     """Return the files, and the names of the first MTP layer's tensors in them; refuse if there is none that can be used."""
     files = MtpFiles(folder)
-    with _refusing(name):
+    with _explained(name):
         layers, promised = files.layers, files.promised
         if not files.files and (
             pickled := sorted(file.name for ending in ("bin", "pt") for file in folder.glob(f"*.{ending}"))
