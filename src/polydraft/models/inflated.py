@@ -59,16 +59,11 @@ class BigShape:
 
 SHAPES: Registry[BigShape] = Registry("shape of an inflated target")
 
-
 # No common model of 1B parameters has as many layers as the bundled one (30), so this shape is made up, with the same grouping
 # of heads.
 SHAPES.register("1b")(BigShape(hidden_size=1536, num_layers=32, num_heads=24, num_key_heads=8, head_size=64, mlp_size=4608))
-
-
 # Llama 2 7B and 13B.
 SHAPES.register("7b")(BigShape(hidden_size=4096, num_layers=32, num_heads=32, num_key_heads=32, head_size=128, mlp_size=11008))
-
-
 SHAPES.register("13b")(BigShape(hidden_size=5120, num_layers=40, num_heads=40, num_key_heads=40, head_size=128, mlp_size=13824))
 
 

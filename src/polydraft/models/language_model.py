@@ -200,11 +200,12 @@ class Context(ByRow, ABC):
         Once some rows have text, rows with nothing to read are skipped.
         """
         self.span = None  # the span of rounds may be too narrow; the next round fixes a new one
-        for rows in _runs(texts) if self.divisible and (self.lent or any(self.lengths)) else [slice(0, self.batch_size)]:
+        skips = self.divisible and (self.lent or any(self.lengths))
+        for rows in _runs(texts) if skips else [slice(0, self.batch_size)]:
             # If padding would take a row past the end of the storage, or past its memory, rows read one by one.
-            fits = not self.divisible or self.has_room(rows, max(map(len, texts[rows])))
-            for some in [rows] if fits else [slice(row, row + 1) for row in range(rows.start, rows.stop)]:
-                self._prefill(texts[some], some, observer)
+            together = not self.divisible or self.has_room(rows, max(map(len, texts[rows])))
+            for part in [rows] if together else [slice(row, row + 1) for row in range(rows.start, rows.stop)]:
+                self._prefill(texts[part], part, observer)
 
     def _prefill(self, texts: Sequence[Sequence[int]], rows: slice, observer: Observer | None) -> None:
         """Read the texts of some adjacent rows."""

@@ -90,9 +90,7 @@ class Prefixes:
                     self._drop(shorter)
                 if not self._makes_room(found.nbytes, path):
                     break
-                piece.below.setdefault(tokens[0], []).append(found)
-                self._recent[found] = None
-                self.nbytes += found.nbytes
+                self._add(found)
             path.append(found)
             piece = found
         self._touch(path)
@@ -129,6 +127,12 @@ class Prefixes:
                 return False
             self._drop(oldest)
         return self.nbytes + nbytes <= self.most
+
+    def _add(self, piece: _Piece) -> None:
+        assert piece.above is not None
+        piece.above.below.setdefault(piece.tokens[0], []).append(piece)
+        self._recent[piece] = None
+        self.nbytes += piece.nbytes
 
     def _drop(self, piece: _Piece) -> None:
         assert piece.above is not None and not piece.below, "children must be dropped before their parents"

@@ -95,9 +95,7 @@ class Translation:
 
     def translate(self, text: Sequence[int], known: Translated) -> Translated:
         """Translate a text; `known` is an earlier translation, whose beginning is reused if the texts begin alike."""
-        # A text was cut after a line break because no white space followed. In this text, some may.
-        following = self._spelled.get(text[len(known.sure)], b"") if len(known.sure) < len(text) else b""
-        if list(text[: len(known.sure)]) != known.sure or (known.anchor == _LINE and following[:1].isspace()):
+        if not self._holds(known, text):
             known = Translated()
         begun = int(len(text) > 0 and text[0] == self._first)
         """Where the text begins, after the beginning-of-text token."""
@@ -124,6 +122,13 @@ class Translation:
         ids += self._tokenized(anchor, bytes(piece))
         ids = [self._filling] * (_LEAST_TEXT - len(ids)) + ids
         return Translated(ids, list(text[:cut]), sure_ids, anchor)
+
+    def _holds(self, known: Translated, text: Sequence[int]) -> bool:
+        """Whether the sure part of an earlier translation is also sure for this text."""
+        place = len(known.sure)
+        following = self._spelled.get(text[place], b"") if place < len(text) else b""
+        # The earlier text was cut after a line break because no white space followed. In this text, some may.
+        return list(text[:place]) == list(known.sure) and not (known.anchor == _LINE and following[:1].isspace())
 
     def _tokenized(self, anchor: str, piece: bytes) -> list[int]:
         """Return the draft's tokens for a piece of text that follows `anchor`; incomplete characters become byte tokens."""

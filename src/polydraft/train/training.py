@@ -138,19 +138,19 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
             group["lr"] = settings.learning_rate * _rate(step / settings.steps)
         loss = take_step(settings, pupil, corpus, step, optimizers, parameters)
         step += 1
-        ends = step == settings.steps
-        # Reading the loss is a sync, so do it rarely.
-        if step % settings.save_every == 0 or step % settings.evaluate_every == 0 or ends or step % 10 == 0:
+        saves = step % settings.save_every == 0 or step == settings.steps
+        evaluates = step % settings.evaluate_every == 0 or step == settings.steps
+        if saves or evaluates or step % 10 == 0:  # not at every step: reading the loss is a sync
             value = float(loss)
             if not math.isfinite(value):
                 raise FailureError(
                     f"the loss is not a number at step {step}; the last good checkpoint is in {work}: resume from it with "
                     "--resume and a lower --learning-rate, in a copy of the folder"
                 )
-            if step % settings.evaluate_every == 0 or ends:
+            if evaluates:
                 acceptance = evaluate(pupil, corpus)
             observer(Report(phase="training", done=step, total=settings.steps, loss=value, acceptance=acceptance))
-        if step % settings.save_every == 0 or ends:
+        if saves:
             _save_checkpoint(work, pupil.module, optimizers, step)
     return acceptance
 
@@ -159,7 +159,7 @@ def make_optimizers(settings: TrainSettings, parameters: list[nn.Parameter]) -> 
     """Return AdamW, or Muon for matrices and AdamW for the rest."""
     rate, on_gpu = settings.learning_rate, parameters[0].is_cuda
     muon = settings.optimizer == "muon" and hasattr(torch.optim, "Muon")
-    if muon != (settings.optimizer == "muon"):
+    if settings.optimizer == "muon" and not muon:
         logger.warning("this version of torch has no Muon (2.9 has): training with AdamW instead")
     matrices = [parameter for parameter in parameters if parameter.ndim == 2 and muon]
     others = [parameter for parameter in parameters if parameter.ndim != 2 or not muon]

@@ -114,23 +114,20 @@ def _config(source: Path, header: GgufHeader) -> tuple[Any, dict[str, Any]]:
     model_type = _MODEL_TYPES.get(architecture, architecture)
     if architecture == "llama" and header.fields.get("general.name") == "mistral":
         model_type = "mistral"
-    table = {key: renamed for key, renamed in GGUF_CONFIG_MAPPING.items() if key not in _NO_TEXT}
-    if model_type not in set(table) - {"general", "tokenizer"}:
-        known = ", ".join(sorted(set(table) - {"general", "tokenizer"}))
+    known = sorted(set(GGUF_CONFIG_MAPPING) - {"general", "tokenizer", *_NO_TEXT})
+    if model_type not in known:
         raise UsageError(
             f"transformers cannot read {source.name}, whose architecture is {architecture!r}; use the model in its own format, "
-            f"or one of: {known}"
+            f"or one of: {', '.join(known)}"
         )
     said: dict[str, Any] = {
         "tie_word_embeddings": OUTPUT not in header.tensors or architecture in _ALWAYS_TIED,
         **GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {}),
-        "vocab_size": len(header.tokens),
+        **({"vocab_size": len(header.tokens)} if header.tokens else {}),
     }
-    if not header.tokens:
-        del said["vocab_size"]
     for key, value in header.fields.items():
         prefix, _, rest = key.partition(".")
-        renamed = table.get(model_type if prefix == architecture else prefix, {}).get(rest)
+        renamed = GGUF_CONFIG_MAPPING.get(model_type if prefix == architecture else prefix, {}).get(rest)
         if renamed is not None and renamed != -1:
             said[renamed] = value
     said["model_type"] = _TEXT_TYPES.get(model_type, model_type)

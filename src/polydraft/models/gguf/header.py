@@ -129,7 +129,7 @@ class _Reader:
     """Reads values sequentially from a mapped file."""
 
     def __init__(self, data: mmap.mmap, start: int) -> None:
-        self._data, self._at, self._size, self._order = data, start, len(data), "<"
+        self._data, self._at, self._size = data, start, len(data)
 
     def header(self, source: Path) -> GgufHeader:
         """Read everything before the weights."""
@@ -190,7 +190,7 @@ class _Reader:
     def _texts(self, count: int) -> list[str]:
         """Read many strings, such as a vocabulary or its merges."""
         data, at, size = self._data, self._at, self._size
-        length_of = struct.Struct(f"{self._order}Q").unpack_from
+        length_of = struct.Struct("<Q").unpack_from
         texts: list[str] = []
         for _ in range(count):
             if at + 8 > size:
@@ -214,7 +214,7 @@ class _Reader:
         if size > self._size - self._at:
             raise EOFError
         self._at += size
-        return struct.unpack_from(f"{self._order}{count}{kind}", self._data, self._at - size)
+        return struct.unpack_from(f"<{count}{kind}", self._data, self._at - size)
 
 
 @lru_cache
