@@ -285,7 +285,7 @@ def test_the_command_reports_and_tells_how_to_go_on(invoke, tiny: str, tmp_path:
     code, out, err = invoke("train", "head", "--target", tiny, "--out", folder, *sizes)
     assert code == 0, err
     assert f"--draft {folder}" in out
-    assert re.search(r"expected here.*tree 4x2x2x1x1: [\d.]+× plain decoding at T=0 \([\d.]+ tokens per pass\)", out)
+    assert re.search(r"expected on this machine.*tree 4x2x2x1x1: [\d.]+× plain decoding at T=0 \([\d.]+ tokens per pass\)", out)
     assert re.search(r"this will take about .* to write the text, .* to train\), and [\d.]+ GB of disk", err)
     assert "loss" in err
     assert "held out" in err

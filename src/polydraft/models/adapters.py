@@ -129,7 +129,7 @@ def with_adapter(model: Any, folder: str, name: str, **options: Any) -> Any:
             adapted = peft.PeftModel(model, config)
             found = adapted.load_adapter(folder, "default", torch_device=str(model.device), **options)
             if strays := [*found.missing_keys, *found.unexpected_keys]:
-                raise ValueError(f"{len(strays)} tensors are on one side only, such as {strays[0]}")
+                raise ValueError(f"{len(strays)} tensors are missing or unexpected, such as {strays[0]}")
             base = adapted.get_base_model().eval()
             merged = base if quantised_by(model) is not None else adapted.merge_and_unload()
     except Exception as error:  # missing modules, tensors of other shapes, kinds that cannot be merged
@@ -139,7 +139,7 @@ def with_adapter(model: Any, folder: str, name: str, **options: Any) -> Any:
         ) from None
     trained_on = config.base_model_name_or_path
     if trained_on and Path(trained_on).name.lower() != Path(name).name.lower():
-        logger.warning("adapter %s was trained on %s; its shapes fit %s, the rest is up to you", folder, trained_on, name)
+        logger.warning("adapter %s was trained on %s; its shapes fit %s, but it may not suit it", folder, trained_on, name)
     return merged
 
 

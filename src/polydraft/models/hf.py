@@ -186,7 +186,7 @@ class HFModel(LanguageModel):
         if (reason := kernel_obstacle(self.device, self.dtype)) is not None:
             return reason
         if self.spread is not None or self.fast is None:
-            return self.spread or f"its model type {self.config.model_type!r} runs by code that is not ours"
+            return self.spread or f"its model type {self.config.model_type!r} runs by its own code"
         return self.fast.variance or "its output head is not a plain product"
 
     def tap(self, layers: Sequence[int]) -> None:

@@ -197,7 +197,8 @@ def _check(small: Any, shape: BigShape) -> None:
         raise UsageError(f"only Llama models without biases can be inflated, not {config.model_type!r}; inflate smollm2")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UsageError(f"rotary embeddings of type {rope.get('rope_type')!r} cannot be inflated; allowed: {_ROPE_TYPES}")
+        allowed = ", ".join(sorted(_ROPE_TYPES))
+        raise UsageError(f"rotary embeddings of type {rope.get('rope_type')!r} cannot be inflated; allowed: {allowed}")
     big_group = shape.num_heads // shape.num_key_heads
     needed = {
         "hidden_size": config.hidden_size,

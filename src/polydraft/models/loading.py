@@ -277,7 +277,7 @@ def name_obstacle(folder: str, error: Exception) -> str:
     reason = first_line(error)
     if not os.path.isdir(folder):
         there = "does not appear to have" in reason  # the repository exists, but lacks a file
-        return f"what is there is incomplete ({reason})" if there else f"no such folder, and not found on a hub ({reason})"
+        return f"it is incomplete ({reason})" if there else f"no such folder, and not found on a hub ({reason})"
     return missing_part(folder) or f"the folder holds no loadable model ({reason})"
 
 

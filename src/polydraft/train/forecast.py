@@ -109,7 +109,7 @@ def forecast_of(folder: str, target: Loaded, acceptance: Sequence[Acceptance], t
         tokens = tokens_per_pass(acceptance, tree, greedy=temperature == 0)
         factor = speedup(tokens, topology.depth, topology.num_nodes, costs)
         parts.append(f"{factor:.2f}× plain decoding at T={temperature} ({tokens:.2f} tokens per pass)")
-    return f"expected here, on text like the held-out, one at a time, tree {tree}: {' and '.join(parts)}"
+    return f"expected on this machine, for single texts like the held-out ones, with tree {tree}: {' and '.join(parts)}"
 
 
 def tokens_per_pass(acceptance: Sequence[Acceptance], tree: str, *, greedy: bool) -> float:

@@ -259,7 +259,9 @@ def _save_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim
             os.replace(partial, folder)
             shutil.rmtree(former, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        raise FailureError(f"cannot write {folder} ({error}); what was saved before is intact") from None
+        raise FailureError(
+            f"cannot write {folder} ({error}); the checkpoint before is intact, so free some space and run again with --resume"
+        ) from None
 
 
 def _load_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:

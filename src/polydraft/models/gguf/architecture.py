@@ -161,7 +161,9 @@ def _on_meta(source: Path, config: Any) -> Any:
             return AutoModelForCausalLM.from_config(config)
     except (ValueError, TypeError, KeyError, ZeroDivisionError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"transformers has no model like {source.name} ({reason}); use the model in its own format") from None
+        raise UsageError(
+            f"transformers cannot build the model in {source.name} ({reason}); use the model in its own format"
+        ) from None
 
 
 def _processor(architecture: str, said: dict[str, Any]) -> Any:

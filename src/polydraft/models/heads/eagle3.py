@@ -282,5 +282,5 @@ def _rope(layer: Mapping[str, Any], shape: HeadShape) -> dict[str, Any]:
         )
         rotary = LlamaRotaryEmbedding(config)
     except Exception:  # transformers raises anything here
-        raise ValueError(f"rope parameters are {shown(said)}, which does not describe {kind}") from None
+        raise ValueError(f"rope parameters are {shown(said)}, which does not fit rope_type {kind}") from None
     return {"rope_frequencies": rotary.inv_freq.tolist(), "rope_gain": float(rotary.attention_scaling)}

@@ -192,15 +192,14 @@ def _first_layer(folder: Path, target: Target, name: str) -> tuple[MtpFiles, dic
             pickled := sorted(file.name for ending in ("bin", "pt") for file in folder.glob(f"*.{ending}"))
         ):
             raise UsageError(
-                f"the weights of {name!r} are pickled ({pickled[0]}), and MTP layers are read from safetensors; get others"
+                f"the weights of {name!r} are pickled ({pickled[0]}), but only safetensors can be read; get another copy"
             )
     if not layers:
         says = f"config.json promises {promised} MTP layers, but" if promised else "config.json promises none, and"
-        raise UsageError(f"{name!r} has no MTP layers: {says} the weights hold none; use another draft, or get a whole copy")
+        raise UsageError(f"{name!r} has no MTP layers: {says} the weights hold none; use another draft, or get a complete copy")
     if (scheme := scheme_of(target.config)) is not None:
         raise UsageError(
-            f"the MTP layers of {name!r} belong to a target that is quantised by {scheme}, which they cannot be read with; use "
-            "another draft"
+            f"the MTP layers of {name!r} cannot be read, because their target is quantised by {scheme}; use another draft"
         )
     layer = next(iter(layers.values()))
     if missing := [part for part in _PARTS if part not in layer and part not in _TABLES]:
@@ -235,9 +234,7 @@ def _one_layer(tensors: Mapping[str, Tensor], target: Target, name: str) -> Any:
             )
     config = _layer_config(target.config, tensors)
     if config is None:
-        raise UsageError(
-            f"model type {target.config.model_type!r} has MTP layers of a form that is not understood; use another draft"
-        )
+        raise UsageError(f"model type {target.config.model_type!r} has MTP layers of an unknown form; use another draft")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # no warnings, because whatever they are about is refused below
     try:

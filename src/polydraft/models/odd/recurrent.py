@@ -99,7 +99,7 @@ def find_recurrence(model: Any) -> Recurrence | None:
             )
         if not _has_numbered_states(cache):
             raise UsageError(
-                f"model type {kind!r} has recurrent layers, and transformers {transformers.__version__} does not hand out "
+                f"model type {kind!r} has recurrent layers, and transformers {transformers.__version__} does not expose "
                 "their states; use 5.17 or newer"
             )
         watch = _Watch(model)
