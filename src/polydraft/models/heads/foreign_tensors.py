@@ -8,7 +8,7 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.models.heads.feature_head import FeatureHead, HeadShape
-from polydraft.models.heads.head_folder import shapes_in
+from polydraft.models.heads.head_folder import pickled_files, shapes_in
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary
 
@@ -20,8 +20,7 @@ _NOT_READ = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.we
 def weight_files(folder: Path, name: str) -> list[Path]:
     """Return the weight files of a head; refuse pickled ones."""
     files = sorted(folder.glob("*.safetensors"))
-    pickled = sorted(file.name for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}"))
-    if not files and pickled:
+    if not files and (pickled := pickled_files(folder)):
         raise UsageError(
             f"the weights of draft {name!r} are pickled ({pickled[0]}), which could run any code; get a copy with safetensors, "
             "or write one: save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"

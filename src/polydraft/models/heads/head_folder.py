@@ -58,6 +58,11 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
 
 
+def pickled_files(folder: Path) -> list[str]:
+    """Return the names of pickled weight files in a folder, which must not be loaded."""
+    return sorted(file.name for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}"))
+
+
 def weightless(module: type[nn.Module], *arguments: object) -> Mapping[str, torch.Tensor]:
     """Return the state that a module made from these arguments would have, on the meta device."""
     try:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from polydraft.errors import FailureError, UsageError, first_line
 from polydraft.models.families import scheme_of
-from polydraft.models.heads.head_folder import Target, shapes_in
+from polydraft.models.heads.head_folder import Target, pickled_files, shapes_in
 from polydraft.models.heads.mtp import MtpHead, TokenPair
 from polydraft.models.hf import HFModel
 
@@ -188,9 +188,7 @@ def _first_layer(folder: Path, target: Target, name: str) -> tuple[MtpFiles, dic
     files = MtpFiles(folder)
     with _explained(name):
         layers, promised = files.layers, files.promised
-        if not files.files and (
-            pickled := sorted(file.name for ending in ("bin", "pt") for file in folder.glob(f"*.{ending}"))
-        ):
+        if not files.files and (pickled := pickled_files(folder)):
             raise UsageError(
                 f"the weights of {name!r} are pickled ({pickled[0]}), but only safetensors can be read; get another copy"
             )
@@ -218,11 +216,8 @@ def _tensors(files: MtpFiles, layer: Mapping[str, str]) -> Iterator[tuple[str, T
             yield part, opened.get_tensor(theirs)
 
 
-def _one_layer(tensors: Mapping[str, Tensor], target: Target, name: str) -> Any:
-    """Return the decoder layer as a model of the target's kind, on meta if the tensors are. Its tables are placeholders."""
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
+def _check_sizes(tensors: Mapping[str, Tensor], target: Target, name: str) -> None:
+    """Refuse MTP layers for a target of other sizes."""
     sizes: dict[str, tuple[int, ...]] = {"join": (target.hidden_size, 2 * target.hidden_size)}
     sizes |= dict.fromkeys(("token_norm", "feature_norm", "final_norm"), (target.hidden_size,))
     sizes |= dict.fromkeys(_TABLES, (target.vocab_size, target.hidden_size))
@@ -232,9 +227,15 @@ def _one_layer(tensors: Mapping[str, Tensor], target: Target, name: str) -> Any:
                 f"the MTP layers of {name!r} are for another target than {target.name!r}: the shape of {_PARTS[part][0]} is "
                 f"{list(tensors[part].shape)}, not {list(size)}; use their own target"
             )
+
+
+def _one_layer(tensors: Mapping[str, Tensor], target: Target, name: str) -> Any:
+    """Return the decoder layer as a model of the target's kind, on meta if the tensors are. Its tables are placeholders."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    _check_sizes(tensors, target, name)
     config = _layer_config(target.config, tensors)
-    if config is None:
-        raise UsageError(f"model type {target.config.model_type!r} has MTP layers of an unknown form; use another draft")
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()  # no warnings, because whatever they are about is refused below
     try:
@@ -243,18 +244,13 @@ def _one_layer(tensors: Mapping[str, Tensor], target: Target, name: str) -> Any:
         base = kind.base_model_prefix
         state = {f"{base}.layers.0.{part}": tensor for part, tensor in tensors.items() if part not in _PARTS}
         like_VH = tensors["final_norm"].new_zeros(config.vocab_size, config.hidden_size)
-        state |= {
-            f"{base}.norm.weight": tensors["final_norm"],
-            f"{base}.embed_tokens.weight": like_VH,
-            "lm_head.weight": like_VH,
-        }
-        place = {"": like_VH.device}
+        tables = {f"{base}.embed_tokens.weight": like_VH, "lm_head.weight": like_VH}
         model, found = kind.from_pretrained(
             None,
             config=config,
-            state_dict=state,
+            state_dict={**state, f"{base}.norm.weight": tensors["final_norm"], **tables},
             dtype=target.dtype if isinstance(target, HFModel) else None,
-            device_map=place,
+            device_map={"": like_VH.device},
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
@@ -281,9 +277,8 @@ def _layer_config(config: Any, tensors: Mapping[str, Tensor]) -> Any:
     attention = "full_attention"
     if config.model_type == "mimo_v2_flash":  # its MTP layers have attention sinks, like its sliding layers
         attention = "sliding_attention"
-    kinds = {"layer_types": attention, "mlp_layer_types": "sparse" if experts else "dense"}
     config.num_hidden_layers, config.vocab_size, config.pad_token_id, config.tie_word_embeddings = 1, 8, None, False
-    for field, kind in kinds.items():
+    for field, kind in (("layer_types", attention), ("mlp_layer_types", "sparse" if experts else "dense")):
         if getattr(config, field, None) is not None:
             setattr(config, field, [kind])
     if hasattr(config, "first_k_dense_replace"):
