@@ -37,11 +37,16 @@ def hub_options(name: str) -> dict[str, Any]:
     return {}
 
 
+def model_source(name: str) -> Path | None:
+    """Return the GGUF file that a model is loaded from: the bundled one, or the one that its name refers to, if any."""
+    return bundled_source() if name == BUNDLED else gguf_source(name)
+
+
 def target_sizes(target: str) -> TargetSizes | None:
     """Return the sizes in a target's config, by the target's name; None if the config cannot be read."""
     from transformers import AutoConfig
 
-    source = bundled_source() if target == BUNDLED else gguf_source(target)
+    source = model_source(target)
     try:
         if source is not None:
             return TargetSizes(name=target, config=Architecture(source, read_header(source)).model.config)

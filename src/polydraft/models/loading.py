@@ -18,9 +18,9 @@ from safetensors import SafetensorError
 from polydraft.devices import is_host
 from polydraft.errors import FailureError, PolydraftError, UsageError, first_line
 from polydraft.models.adapters import ALLOWED, check_adapter, with_adapter
-from polydraft.models.bundled import BUNDLED, bundled_source
+from polydraft.models.bundled import BUNDLED
 from polydraft.models.families import scheme_of
-from polydraft.models.finding import head_place, hub_options
+from polydraft.models.finding import head_place, hub_options, model_source
 from polydraft.models.generation_defaults import GenerationDefaults
 from polydraft.models.gguf import converted_folder, gguf_source, load_converted, load_converted_tokenizer, vocabulary_of
 from polydraft.models.given import check_draft, given_draft, given_model
@@ -98,7 +98,7 @@ def load_model(
     _check_combination(name, dtype, device_map, native, adapter)
     if is_inflated(name):
         return _load_inflated(name, device, dtype, native, invariant, adapter)
-    source = bundled_source() if name == BUNDLED else gguf_source(name)
+    source = model_source(name)
     if source is not None:
         if dtype == torch.int8:
             refuse_without_kernels()

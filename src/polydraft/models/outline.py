@@ -14,11 +14,9 @@ import torch
 from torch import nn
 
 from polydraft.errors import FailureError, UsageError, first_line
-from polydraft.models.bundled import BUNDLED, bundled_source
 from polydraft.models.check import working_twins
 from polydraft.models.families import context_limit, refuse_unsupported, scheme_of, text_config
-from polydraft.models.finding import hub_options
-from polydraft.models.gguf import gguf_source
+from polydraft.models.finding import hub_options, model_source
 from polydraft.models.gguf.architecture import Architecture
 from polydraft.models.gguf.conversion import Conversion
 from polydraft.models.gguf.folder import is_converted
@@ -166,8 +164,7 @@ def outline(name: str, device: torch.device, dtype: torch.dtype) -> Outline:
     """
     if is_inflated(name):
         raise UsageError(f"target {name!r} is a small model at a large one's cost, for benchmarks; name {source_name(name)}")
-    source = bundled_source() if name == BUNDLED else gguf_source(name)
-    if source is None:
+    if (source := model_source(name)) is None:
         return Outline(name, _without_weights(name), device, dtype)
     header = read_header(source)
     check_tokenizer(source, header)

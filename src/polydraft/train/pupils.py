@@ -57,6 +57,7 @@ class Teacher:
     def features(self, tokens_BL: Tensor) -> Tensor:
         """Return the features at every position."""
         target = self.target
+        # Lean bodies read whole texts without a cache, unless layers have windows or features are padded (inflated models).
         if target.lean is None or target.window is not None or target.hidden_size != target.config.hidden_size:
             return target.start(*tokens_BL.shape).extend(tokens_BL, causal_block(*tokens_BL.shape, target.device))
         positions_BL = torch.arange(tokens_BL.shape[1], device=target.device).expand_as(tokens_BL)

@@ -42,7 +42,7 @@ class AssistantHead(Head):
 
     vocabulary = None
     taps = ()
-    lacks = "keeps nothing of a text by itself"
+    lacks = "has no cache of its own"
 
     def __init__(self, model: Any, embedding: nn.Module, layers: Mapping[str, int], name: str, native: bool) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ class Head(nn.Module, ABC):
     depths: int | None = None
     """Levels drafted by one pass; None if every level takes a pass of its own."""
     lacks: str | None = None
-    """Why it does not work with beams and `analyze`; None if it does."""
+    """Why it does not work with beams and `analyze`, to follow its name in messages; None if it does."""
     vocabulary: PartialVocabulary | None
     """Tokens that the columns of `head` stand for, if it knows only some."""
 
