@@ -124,7 +124,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(monkeypatch: pytest.MonkeyPatch, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(training, "save_file", full)
-    with pytest.raises(FailureError, match=r"No space left.*saved before is intact"):
+    with pytest.raises(FailureError, match=r"No space left.*last checkpoint is intact"):
         run(settings, target, tmp_path / "out", resume=True)
     monkeypatch.setattr(training, "save_file", save_file)
     assert not list((tmp_path / "out" / "training").glob(".checkpoint*"))

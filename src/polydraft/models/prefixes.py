@@ -33,7 +33,7 @@ class Prefixes:
     """A cache of prefixes, to be copied into the row of a text with the same beginning.
 
     Texts are cut into blocks, which form a tree: walking down it by the tokens of a text finds the longest prefix that any
-    context of the same model has read. When memory runs out, the least recently used blocks are dropped, children before their
+    context of the same model has read. At the limit, the least recently used blocks are dropped, children before their
     parents.
 
     Target and draft have separate prefixes, so those of a target serve with any draft. Texts share prefixes only within a

@@ -260,7 +260,7 @@ def _save_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim
             shutil.rmtree(former, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         raise FailureError(
-            f"cannot write {folder} ({error}); the checkpoint before is intact, so free some space and run again with --resume"
+            f"cannot write {folder} ({error}), but the last checkpoint is intact; free some space and run again with --resume"
         ) from None
 
 
