@@ -102,7 +102,6 @@ class HFModel(LanguageModel):
             self.output = OutputHead(self, self.vocabulary)
         if endless and may_outgrow:
             self.max_positions = None
-        self._weights = Weights(model)  # only now: choosing passes may have moved the weights
 
     def _describe(self, model: Any, name: str | None) -> None:
         """Determine the model's sizes, limits and peculiarities."""
@@ -157,6 +156,7 @@ class HFModel(LanguageModel):
         """Runs whole passes instead of torch, if a backend can."""
         self.linears = fast_linears(model) if self.native and self.fast is None and self.spread is None else None
         self.output = OutputHead(self, self.vocabulary)
+        self._weights = Weights(model)  # last, because a lean body moves weights
 
     def mark(self) -> Hashable:
         """Return a value that changes with the weights and with the state of adapters.
@@ -173,7 +173,6 @@ class HFModel(LanguageModel):
             if any(part.training for part in self.hf_model.modules()):  # as new adapters are
                 raise in_training("model")
             self._choose_passes()
-            self._weights = Weights(self.hf_model)
         return self._weights.mark()
 
     @property

@@ -92,7 +92,7 @@ def agreed(value: Any) -> Any:
 
 @cache
 def _by_host() -> Any:
-    """Return a group of all processes that communicates between hosts, whatever the backend for tensors is."""
+    """Return a group of all processes that exchanges messages by the CPU, whatever the backend for tensors is."""
     return torch.distributed.new_group(backend="gloo")
 
 

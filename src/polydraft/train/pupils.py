@@ -22,7 +22,7 @@ from polydraft.trees import causal_block
 from polydraft.verify import RejectionWithoutReplacement
 
 _CHUNK_BYTES = 2**29
-"""Most bytes to compute at a time of logits over the whole vocabulary."""
+"""Most bytes of logits over the whole vocabulary to hold at a time."""
 _CHUNK_ROWS, _CANDIDATES = 256, 4
 """Positions whose acceptance is measured at a time, and candidates drawn at each."""
 _LAYERS, _WIDTH = 3, 256

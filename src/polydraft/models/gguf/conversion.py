@@ -22,7 +22,7 @@ _TABLE_WEIGHTS = 2**22
 _PLAIN = ("F32", "F16", "BF16")
 """Formats of plain numbers, which are not quantised."""
 BLOCKS, SCALES = ".blocks.", ".scales"
-"""Parts of tensor names: before the format of a table that keeps the file's own blocks, and after an int8 weight's name."""
+"""Parts of tensor names: before the format of a table that keeps the file's own blocks, and the suffix of int8 scales."""
 
 
 class Conversion:

@@ -184,7 +184,7 @@ def _explained(name: str) -> Iterator[None]:
 
 
 def _first_layer(folder: Path, target: Target, name: str) -> tuple[MtpFiles, dict[str, str]]:
-    """Return the files, and the names of the first MTP layer's tensors in them; refuse if there is none that can be used."""
+    """Return the files, and the names of the first MTP layer's tensors in them; refuse a folder without a usable one."""
     files = MtpFiles(folder)
     with _explained(name):
         layers, promised = files.layers, files.promised
