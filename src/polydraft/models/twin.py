@@ -122,13 +122,17 @@ def _fewer(values: dict[str, Any], narrow: bool) -> dict[str, Any]:
     for key, value in values.items():
         if layers and re.fullmatch(_LAYERS, key) and isinstance(value, int):
             values[key] = len(layers)
+    _scale_sections(values, old_size)
+    return values
+
+
+def _scale_sections(values: dict[str, Any], old_size: int) -> None:
+    """Divide the channels of a smaller head among the coordinates of multimodal positions; the first gets the remainder."""
     rope = values.get("rope_parameters")
     if isinstance(rope, dict) and isinstance(rope.get("mrope_section"), list) and old_size:
-        # The channels of a head are divided among three coordinates; the first gets the remainder.
         section, new_size = rope["mrope_section"], _head_size(values)
         scaled = [part * new_size // old_size for part in section]
         rope["mrope_section"] = [scaled[0] + sum(section) * new_size // old_size - sum(scaled), *scaled[1:]]
-    return values
 
 
 def _head_size(values: dict[str, Any]) -> int:

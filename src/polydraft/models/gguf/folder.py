@@ -101,25 +101,14 @@ def convert(source: Path, folder: Path, dtype: torch.dtype, shard_bytes: int = S
     logger.info("%s: %s, %.1fB weights in %s, %d tokens", source.name, header.architecture, billions, kind, len(header.tokens))
     architecture = Architecture(source, header)
     conversion = Conversion(source, architecture, dtype, shard_bytes)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # the only reliable test is to write
-            pass
-    except OSError as error:
-        raise FailureError(f"cannot write to {folder.parent} ({error.strerror}); {_REMEDY}") from None
+    _make_writable(folder)
     with locked(folder, lambda: logger.info("another process is converting %s; waiting for it ...", source.name)):
         if is_complete(folder):
             return
         _remove_partial(folder)
         left = [shard for shard in conversion.shards if not _has(folder / shard.file, shard.num_bytes)]
         needed = sum(shard.num_bytes for shard in left)
-        free = shutil.disk_usage(folder).free
-        if free < 1.02 * needed:
-            _discard(folder)
-            raise FailureError(
-                f"{source.name} needs {_gigabytes(needed)} ({needed} bytes) in {folder.parent}, where {_gigabytes(free)} are "
-                f"free; set POLYDRAFT_CACHE to a folder with more space"
-            )
+        _check_space(source, folder, needed)
         done = conversion.num_bytes - needed
         size = _gigabytes(conversion.num_bytes) + (f", {_gigabytes(done)} of it there already" if done else "")
         logger.info("converting %s, once: %s in %s (POLYDRAFT_CACHE) ...", source.name, size, folder)
@@ -137,6 +126,27 @@ def convert(source: Path, folder: Path, dtype: torch.dtype, shard_bytes: int = S
             reason = f"could not convert {source.name} into {folder} ({error.strerror or error})"
             raise FailureError(f"{reason}; free some space, or {_REMEDY}") from None
     _mention_earlier(source)
+
+
+def _make_writable(folder: Path) -> None:
+    """Create a folder; refuse one that cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # the only reliable test is to write
+            pass
+    except OSError as error:
+        raise FailureError(f"cannot write to {folder.parent} ({error.strerror}); {_REMEDY}") from None
+
+
+def _check_space(source: Path, folder: Path, needed: int) -> None:
+    """Refuse a conversion that would fill the disk."""
+    free = shutil.disk_usage(folder).free
+    if free < 1.02 * needed:
+        _discard(folder)
+        raise FailureError(
+            f"{source.name} needs {_gigabytes(needed)} ({needed} bytes) in {folder.parent}, where {_gigabytes(free)} are "
+            f"free; set POLYDRAFT_CACHE to a folder with more space"
+        )
 
 
 def _progress_bar(total: int) -> Any:
