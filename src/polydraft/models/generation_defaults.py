@@ -70,10 +70,8 @@ class GenerationDefaults:
         """Describe in one line what is followed."""
         parts = ["sampling"] if self.sampled else []
         for name, value in self.followed.items():
-            if name in _SAMPLED and not self.sampled:
-                continue
-            short = f"{name} of {len(value)}" if isinstance(value, list | dict) else f"{name}={value}"
-            parts.append(short)
+            if self.sampled or name not in _SAMPLED:
+                parts.append(f"{name} of {len(value)}" if isinstance(value, list | dict) else f"{name}={value}")
         return ", ".join(parts)
 
     def fill(self, params: SamplingParams, prompt_length: int, *, draws: bool = True) -> SamplingParams:
