@@ -261,7 +261,9 @@ def save_as(folder, scheme):
 def test_a_folder_of_a_scheme_that_transformers_does_not_know_is_refused(tmp_path):
     """It would load scaled whole numbers as if they were the weights themselves."""
     save_as(tmp_path, {"quant_method": "frobnicate"})
-    with pytest.raises(UsageError, match=r"quantised by frobnicate \(which transformers .* does not know\); install the package for that"):
+    with pytest.raises(
+        UsageError, match=r"quantised by frobnicate \(which transformers .* does not know\); install the package for that"
+    ):
         load_model(str(tmp_path), torch.device("cpu"), torch.float32)
 
 

@@ -338,6 +338,11 @@ def load_draft(name: Any, target: Loaded) -> LanguageModel | Head | None:
     folder, kind = head_place(name, target.model.name)
     if kind is not None:
         return kind.load(folder, target.model, target.tokenizer, name)
+    return _load_draft_model(name, folder, target)
+
+
+def _load_draft_model(name: str, folder: Path, target: Loaded) -> LanguageModel:
+    """Load a language model as a draft: of some of the target's tokens, or translated if it has another tokenizer."""
     if (source := gguf_source(name)) is not None and target.tokenizer is not None:
         check_vocabularies(target.tokenizer.get_vocab(), vocabulary_of(source), target.model.name, name)
     dtype, native = torch.int8 if target.model.int8 else target.model.dtype, target.model.native

@@ -51,30 +51,18 @@ def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, in
     check_length(settings.length, target)
     start = load_start(settings, target)
     trials = 2 if settings.texts else 5
-    done, device, taps = 0, target.model.device, target.model.taps
+    done, taps = 0, target.model.taps
 
     def seconds(work: Callable[[], object]) -> float:
         nonlocal done
-        took = _timed(work, device)
+        took = _timed(work, target.model.device)
         done += 1
         advance(done, trials)
         return took
 
     advance(done, trials)
-    writing = 0.0
-    if not settings.texts:
-        form, wide = chat_form(target.tokenizer), side_by_side(settings.length, settings, target)
-        rows = min(wide, -(-settings.tokens // settings.length))
-        writer, generator = Writer(target.model, form, target.eos_token_ids), torch.Generator(device).manual_seed(0)
-
-        def write(length: int) -> None:
-            with enough_memory(f"write {rows} texts at a time", "--sampling-rows"):
-                writer.write([[0]] * rows, length, False, generator, lambda rows: None)
-
-        # The first run is a warm-up.
-        _, few, more = (seconds(partial(write, length)) for length in (_FEW, _FEW, _MORE))
-        writing = max(more - few, 0.0) / ((_MORE - _FEW) * rows) * settings.tokens * _LATER
-    rows = settings.batch_size if captures(device) else min(settings.batch_size, _ROWS_ON_CPU)
+    writing = 0.0 if settings.texts else _writing_seconds(settings, target, seconds)
+    rows = settings.batch_size if captures(target.model.device) else min(settings.batch_size, _ROWS_ON_CPU)
     tokens_NL = torch.randint(target.model.vocab_size, (rows + 1, settings.length), generator=torch.Generator().manual_seed(0))
     corpus = Corpus((Texts(tokens_NL.int(), torch.ones(tokens_NL.shape, dtype=torch.bool)),), "chance")
     tried = replace(settings, batch_size=rows)
@@ -89,6 +77,21 @@ def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, in
         training_seconds=step * settings.steps * settings.batch_size / rows,
         bytes=_BYTES_PER_TOKEN * settings.tokens + 2 * _BYTES_PER_WEIGHT * weights,
     )
+
+
+def _writing_seconds(settings: TrainSettings, target: Loaded, seconds: Callable[[Callable[[], object]], float]) -> float:
+    """Estimate how long the target takes to write all texts; `seconds` times a trial."""
+    form, device = chat_form(target.tokenizer), target.model.device
+    rows = min(side_by_side(settings.length, settings, target), -(-settings.tokens // settings.length))
+    writer, generator = Writer(target.model, form, target.eos_token_ids), torch.Generator(device).manual_seed(0)
+
+    def write(length: int) -> None:
+        with enough_memory(f"write {rows} texts at a time", "--sampling-rows"):
+            writer.write([[0]] * rows, length, False, generator, lambda rows: None)
+
+    # The first run is a warm-up.
+    _, few, more = (seconds(partial(write, length)) for length in (_FEW, _FEW, _MORE))
+    return max(more - few, 0.0) / ((_MORE - _FEW) * rows) * settings.tokens * _LATER
 
 
 def _timed(work: Callable[[], object], device: torch.device) -> float:
