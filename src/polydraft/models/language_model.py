@@ -127,7 +127,7 @@ class Context(ByRow, ABC):
         """Return how many slots a pass over this block sees."""
         used = self.span or max(self.lengths) + block.stop
         assert max(self.lengths) + block.stop <= used <= self.capacity, (self.lengths, block.stop, used, self.capacity)
-        assert block.places_BT is None or not self.aligned, "places that differ by row need a fixed span"
+        assert block.places_BT is None or not self.aligned, "places that only the device knows need a fixed span"
         return used
 
     def place(self, tokens_BT: Tensor, block: Block) -> Placed:
