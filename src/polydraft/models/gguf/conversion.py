@@ -109,39 +109,38 @@ class Conversion:
     def _parts(self, slot: Slot, shard: Shard) -> Iterator[Callable[[int, int], int]]:
         """Yield functions that convert a tensor, or some of its rows, from one open file into another."""
         weight = self._made.get(slot.name)
-        if weight is None:  # scales
+        if weight is None:  # scales are written with their weight
             return
-        offsets = shard.offsets
-        if slot.dtype == torch.uint8:
-            yield lambda source, file: _put(file, offsets[slot.name], torch.from_numpy(_blocks(source, weight.sources[0])))
+        if slot.dtype == torch.uint8 or weight.sources[0].name not in (EMBEDDING, OUTPUT):
+            yield partial(self._convert, weight, slot, shard)
             return
-        if weight.sources[0].name not in (EMBEDDING, OUTPUT):
-
-            def whole(source: int, file: int) -> int:
-                values = [dequantised(_blocks(source, tensor), tensor) for tensor in weight.sources]
-                return self._store(file, slot, offsets, self._architecture.restored(weight, values), 0)
-
-            yield whole
-            return
-        (table,) = weight.sources
         rows, columns = weight.shape
         step = max(_TABLE_WEIGHTS // columns, 1)
-
-        def some(start: int, source: int, file: int) -> int:
-            values = dequantised(_blocks(source, table, start, min(start + step, rows)), table)
-            return self._store(file, slot, offsets, torch.from_numpy(values), start)
-
         for start in range(0, rows, step):
-            yield partial(some, start)
+            yield partial(_convert_rows, weight, slot, shard, range(start, min(start + step, rows)))
 
-    def _store(self, file: int, slot: Slot, offsets: dict[str, int], values: Tensor, first_row: int) -> int:
-        """Write rows of a tensor in its format, starting at `first_row`."""
-        row_bytes = slot.num_bytes // slot.shape[0]
-        at = offsets[slot.name] + first_row * row_bytes
-        if slot.dtype != torch.int8:
-            return _put(file, at, values.to(slot.dtype))
-        data_FX, scales_F = rounded(values)
-        return _put(file, at, data_FX) + _put(file, offsets[_scales(slot.name)] + first_row * 4, scales_F)
+    def _convert(self, weight: Weight, slot: Slot, shard: Shard, source: int, file: int) -> int:
+        """Write a whole tensor; return how many bytes were written."""
+        if slot.dtype == torch.uint8:  # the file's own blocks
+            return _put(file, shard.offsets[slot.name], torch.from_numpy(_blocks(source, weight.sources[0])))
+        values = [dequantised(_blocks(source, tensor), tensor) for tensor in weight.sources]
+        return _store(self._architecture.restored(weight, values), slot, shard, 0, file)
+
+
+def _convert_rows(weight: Weight, slot: Slot, shard: Shard, rows: range, source: int, file: int) -> int:
+    """Write some rows of an embedding table or output head; return how many bytes were written."""
+    (table,) = weight.sources
+    values = dequantised(_blocks(source, table, rows.start, rows.stop), table)
+    return _store(torch.from_numpy(values), slot, shard, rows.start, file)
+
+
+def _store(values: Tensor, slot: Slot, shard: Shard, first_row: int, file: int) -> int:
+    """Write rows of a tensor in its format, starting at `first_row`; return how many bytes were written."""
+    at = shard.offsets[slot.name] + first_row * (slot.num_bytes // slot.shape[0])
+    if slot.dtype != torch.int8:
+        return _put(file, at, values.to(slot.dtype))
+    data_FX, scales_F = rounded(values)
+    return _put(file, at, data_FX) + _put(file, shard.offsets[_scales(slot.name)] + first_row * 4, scales_F)
 
 
 def dequantised(blocks: NDArray[np.uint8], tensor: GgufTensor) -> NDArray[np.float32]:

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -45,7 +46,7 @@ class Shard:
     file: str
     slots: tuple[Slot, ...]
 
-    @property
+    @cached_property
     def head(self) -> bytes:
         """The file's content before the tensors."""
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -58,7 +59,7 @@ class Shard:
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 
-    @property
+    @cached_property
     def offsets(self) -> dict[str, int]:
         """Offset of each tensor in the file."""
         found, at = {}, len(self.head)
