@@ -290,16 +290,12 @@ class InflatedModel(HFModel):
         self.shape, self.source = shape, small.name
 
     @property
-    def num_parameters(self) -> int:
-        """Number of weights of the large model."""
-        return SHAPES.get(self.shape).num_parameters(self.vocab_size)
-
-    @property
     def note(self) -> str:
         """One line that says what figures of such a target mean."""
+        billions = SHAPES.get(self.shape).num_parameters(self.vocab_size) / 1e9
         return (
-            f"inflated: the weights of {self.source} inside a Llama of {self.num_parameters / 1e9:.1f}B parameters; texts and "
-            "acceptance are the small model's, times are the large one's"
+            f"inflated: the weights of {self.source} inside a Llama of {billions:.1f}B parameters; texts and acceptance are "
+            "the small model's, times are the large one's"
         )
 
     def start(self, batch_size: int, capacity: int) -> "InflatedContext":

@@ -52,10 +52,6 @@ class Traces:
         """Concatenate traces."""
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__))
 
-    def rows(self, index_R: Tensor) -> "Traces":
-        """Return some of the rows."""
-        return Traces(*(getattr(self, name)[index_R] for name in self.__dataclass_fields__))
-
 
 @dataclass(eq=False)
 class _Recorder(Decision):

@@ -22,13 +22,13 @@ from polydraft.models.translation import check_same_tokens
 from polydraft.train.settings import TrainSettings
 
 _MODELS = "a language model with the target's tokenizer, in a folder, a GGUF file or on a hub"
-_HEADS = ", ".join(kind.words for kind in map(HEAD_KINDS.get, HEAD_KINDS) if kind.trains)
+_HEADS = ", ".join(kind.trains for kind in map(HEAD_KINDS.get, HEAD_KINDS) if kind.trains is not None)
 
 
 def check_start(name: str, settings: TrainSettings) -> None:
     """Refuse a draft that is missing or of the wrong kind, and sizes that it fixes already, before the target is loaded."""
     kind = kind_of(head_folder(name))
-    if settings.kind == "head" and not (kind is not None and kind.trains):
+    if settings.kind == "head" and (kind is None or kind.trains is None):
         raise UsageError(f"--start {name} is not a folder with a head; allowed: {_HEADS}")
     if settings.kind == "draft":
         if kind is not None:

@@ -108,6 +108,8 @@ class FeatureHead(HeadLayer, Head):
         # Input and output tables. They are not buffers because they belong to the target; loading a head with a partial
         # vocabulary takes its rows from the target's table again. Heads with tables of their own put them here.
         self.tables = (embedding_VH, output_VH if vocabulary is None else output_VH[vocabulary.tokens_D])
+        self.windows: Sequence[int] = (shape.window,)
+        """How many positions each layer reaches back."""
         self.kept: dict[str, object] = {}
         """Cached by backends until the weights move."""
 
@@ -115,11 +117,6 @@ class FeatureHead(HeadLayer, Head):
     def all_layers(self) -> Sequence[HeadLayer]:
         """Its layers; the lowest is the head itself."""
         return (self,)
-
-    @property
-    def windows(self) -> Sequence[int]:
-        """How many positions each layer reaches back."""
-        return (self.shape.window,)
 
     @property
     def num_columns(self) -> int:

@@ -21,8 +21,6 @@ from polydraft.registry import Registry
 class HeadKind:
     """One kind of head, in a folder with a config.json."""
 
-    words: str
-    """Its name in messages."""
     recognise: Callable[[Mapping[str, Any]], bool]
     """Whether a config.json is that of such a head."""
     check: Callable[[Path, Target, str], object]
@@ -31,30 +29,28 @@ class HeadKind:
     load: Callable[[Path, HFModel, Any, str], Head]
     """`(folder, target, tokenizer, name)`: load it, and have the target provide the features it reads. The tokenizer may be
     None."""
-    trains: bool = False
-    """Whether `polydraft train head` can continue from it."""
+    trains: str | None = None
+    """Its name in messages, if `polydraft train head` can continue from it."""
 
 
 HEAD_KINDS: Registry[HeadKind] = Registry("kind of head")
 """The first kind that recognises a folder is used, so their order matters."""
 
 
-def _foreign(words: str, form: Format, trains: bool = False) -> HeadKind:
-    return HeadKind(words=words, recognise=form.recognise, check=form.check, load=form.load, trains=trains)
+def _foreign(form: Format, trains: str | None = None) -> HeadKind:
+    return HeadKind(recognise=form.recognise, check=form.check, load=form.load, trains=trains)
 
 
 HEAD_KINDS.register("polydraft")(
-    HeadKind(words="a head of polydraft train head", recognise=is_head, check=check_head, load=load_head, trains=True)
+    HeadKind(recognise=is_head, check=check_head, load=load_head, trains="a head of polydraft train head")
 )
-HEAD_KINDS.register(NAME)(HeadKind(words="MTP layers", recognise=is_mtp, check=check_mtp, load=load_mtp))
-HEAD_KINDS.register("peagle")(_foreign("a P-EAGLE head", PEAGLE))
-HEAD_KINDS.register("dflash")(_foreign("a DFlash head", DFLASH))
-HEAD_KINDS.register("assistant")(
-    HeadKind(words="a Gemma 4 assistant", recognise=is_assistant, check=check_assistant, load=load_assistant)
-)
-HEAD_KINDS.register("eagle")(_foreign("an EAGLE head", EAGLE))
+HEAD_KINDS.register(NAME)(HeadKind(recognise=is_mtp, check=check_mtp, load=load_mtp))
+HEAD_KINDS.register("peagle")(_foreign(PEAGLE))
+HEAD_KINDS.register("dflash")(_foreign(DFLASH))
+HEAD_KINDS.register("assistant")(HeadKind(recognise=is_assistant, check=check_assistant, load=load_assistant))
+HEAD_KINDS.register("eagle")(_foreign(EAGLE))
 # Last, because it also recognises unknown kinds in speculators' format, to refuse them.
-HEAD_KINDS.register("eagle3")(_foreign("an EAGLE-3 head", EAGLE3, trains=True))
+HEAD_KINDS.register("eagle3")(_foreign(EAGLE3, trains="an EAGLE-3 head"))
 
 
 def kind_of(folder: Path) -> HeadKind | None:

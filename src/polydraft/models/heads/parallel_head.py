@@ -48,18 +48,13 @@ class ParallelHead(FeatureHead):
 
     def __init__(self, shape: ParallelShape, *arguments: Any) -> None:
         super().__init__(shape, *arguments)
-        self.depths = shape.depths
+        self.depths, self.windows = shape.depths, shape.layer_windows
         self.upper = nn.ModuleList(HeadLayer(shape) for _ in shape.layer_windows[1:])
 
     @property
     def all_layers(self) -> Sequence[HeadLayer]:
         """Its layers; the lowest is the head itself."""
         return (self, *self.upper)
-
-    @property
-    def windows(self) -> Sequence[int]:
-        """How many positions each layer reaches back."""
-        return self.shape.layer_windows
 
     @abstractmethod
     def start(self, batch_size: int, capacity: int) -> "ParallelContext":
