@@ -223,12 +223,12 @@ def check_length(length: int, target: Loaded) -> None:
 
 def _sizes(tokens: float, length: int, settings: TrainSettings, target: Loaded) -> tuple[int, int]:
     """Return how many texts to write and how many at a time. All batches are full, because a small one takes as long."""
-    wide = side_by_side(length, settings, target)
+    wide = rows_at_a_time(length, settings, target)
     rows = max(-(-int(tokens) // length), 8)
     return (rows, rows) if rows <= wide else (-(-rows // wide) * wide, wide)
 
 
-def side_by_side(length: int, settings: TrainSettings, target: Loaded) -> int:
+def rows_at_a_time(length: int, settings: TrainSettings, target: Loaded) -> int:
     """Return how many texts to write at a time: as the settings say, or as many as fit into memory."""
     model = target.model
     if settings.sampling_rows:

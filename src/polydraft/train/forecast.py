@@ -13,7 +13,7 @@ from polydraft.draft.costs import measured_costs
 from polydraft.draft.speedup import speedup
 from polydraft.errors import duration
 from polydraft.models.loading import Loaded, load_draft
-from polydraft.train.corpus import Corpus, check_length, side_by_side
+from polydraft.train.corpus import Corpus, check_length, rows_at_a_time
 from polydraft.train.pupils import Acceptance
 from polydraft.train.settings import TrainSettings
 from polydraft.train.start import load_start
@@ -82,7 +82,7 @@ def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, in
 def _writing_seconds(settings: TrainSettings, target: Loaded, seconds: Callable[[Callable[[], object]], float]) -> float:
     """Estimate how long the target takes to write all texts; `seconds` times a trial."""
     form, device = chat_form(target.tokenizer), target.model.device
-    rows = min(side_by_side(settings.length, settings, target), -(-settings.tokens // settings.length))
+    rows = min(rows_at_a_time(settings.length, settings, target), -(-settings.tokens // settings.length))
     writer, generator = Writer(target.model, form, target.eos_token_ids), torch.Generator(device).manual_seed(0)
 
     def write(length: int) -> None:
