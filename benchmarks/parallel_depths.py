@@ -149,7 +149,7 @@ def train(pupil: HeadPupil, settings: TrainSettings, corpus: Corpus):
         loss = training.take_step(settings, pupil, corpus, step, optimizers, parameters)
         if step % 50 == 0:
             print(f"step {step}: loss {float(loss):.4f}", flush=True)
-    return training.evaluate(pupil, corpus, settings)
+    return training.evaluate(pupil, corpus)
 
 
 def answers(options: argparse.Namespace, target, temperature: float) -> Corpus:

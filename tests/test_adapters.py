@@ -260,8 +260,8 @@ def test_generate_of_a_peft_model_takes_speculate(peft, tmp_path):
 
 
 MISFITS = {
-    "deeper": ({"num_hidden_layers": 4}, "tensors are on one side only, such as .*layers.3"),
-    "shallower": ({"num_hidden_layers": 2}, "tensors are on one side only, such as .*layers.2"),
+    "deeper": ({"num_hidden_layers": 4}, "tensors are missing or unexpected, such as .*layers.3"),
+    "shallower": ({"num_hidden_layers": 2}, "tensors are missing or unexpected, such as .*layers.2"),
     "wider": ({"hidden_size": 64}, "its tensors have other shapes"),
     "of other layers": ({"targets": ["query_key_value"]}, "query_key_value.* not found"),
 }

@@ -70,7 +70,7 @@ def in_part(model):
 
 
 REFUSED = {
-    "meta": (on_meta, {}, "the target is on meta: it has shapes but no weights; load it"),
+    "meta": (on_meta, {}, "the target is on the meta device, without weights; load it"),
     "training": (lambda model: model.train(), {}, r"target is in training mode.*model\.eval\(\)"),
     "training in part": (in_part, {}, r"target is in training mode.*model\.eval\(\)"),
     "body alone": (lambda model: model.model, {}, "polydraft needs a causal language model"),
@@ -83,7 +83,7 @@ REFUSED = {
     "adapter": (None, {"adapter": "a/b"}, "adapter='a/b' is for targets by name; put it on yours with PeftModel"),
     "tokenizer by name": (None, {"tokenizer": "gpt2"}, r"tokenizer is an object of type str; .*AutoTokenizer.from_pretrained"),
     "draft": (None, {"draft": 3}, "draft is an object of type int; allowed"),
-    "meta draft": (None, {"draft": on_meta}, "the draft is on meta"),
+    "meta draft": (None, {"draft": on_meta}, "the draft is on the meta device"),
     "drafter": (None, {"draft": lambda model: model, "drafter": "lookup"}, "uses no draft"),
 }
 
@@ -110,7 +110,7 @@ def test_a_model_that_was_converted_or_trains_is_refused(model):
     with pytest.raises(UsageError, match="training mode"):
         decoder.generate([5, 6], **GREEDY)
     model.eval().to(torch.bfloat16)
-    with pytest.raises(UsageError, match="was moved or converted; make a decoder anew"):
+    with pytest.raises(UsageError, match="was moved or converted; make a new decoder"):
         decoder.generate([5, 6], **GREEDY)
 
 

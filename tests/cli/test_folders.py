@@ -71,7 +71,7 @@ CONFIGS = {
     "no taps": (configured(taps=None), "taps is None"),
     "theta in a word": (configured(rope_theta="x"), "rope_theta is 'x', not a number"),
     "theta below zero": (configured(rope_theta=-1), "rope_theta is -1"),
-    "groups that do not fit": (configured(num_key_heads=3), "no multiple"),
+    "groups that do not fit": (configured(num_key_heads=3), "not a multiple"),
     "odd heads": (configured(head_size=7), "head_size is odd"),
 }
 WEIGHTS = {

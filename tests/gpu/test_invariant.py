@@ -176,7 +176,7 @@ def test_greedy_texts_are_those_of_plain_decoding() -> None:
 def test_what_cannot_be_invariant_says_so() -> None:
     with pytest.raises(UsageError, match="it computes in bfloat16 or float32, not in float16"):
         HFModel(FAMILIES.get("llama").build().to("cuda", torch.float16), invariant=True)
-    with pytest.raises(UsageError, match="model type 'gpt2' runs by code that is not ours"):
+    with pytest.raises(UsageError, match="model type 'gpt2' runs by its own code"):
         HFModel(FAMILIES.get("gpt2").build().to("cuda", torch.bfloat16), invariant=True)
     assert HFModel(FAMILIES.get("llama").build().to("cuda", torch.bfloat16)).invariant
     assert not HFModel(FAMILIES.get("llama").build().to("cuda")).invariant, "float32 must be asked for"

@@ -180,7 +180,7 @@ def test_it_is_found_by_itself(beside: str, tmp_path: Path, invoke: Callable[...
         decoder = polydraft.load(str(target), draft)
         assert isinstance(decoder.drafter, TreeDrafter) and isinstance(decoder.drafter.model, AssistantHead)
     assert decoder.generate("w3 w4 w5", max_new_tokens=5, seed=0).token_ids
-    with pytest.raises(UsageError, match="keeps nothing of a text by itself, as beams need"):
+    with pytest.raises(UsageError, match="has no cache of its own, as beams need"):
         BeamDecoder(decoder)
     code, said, _ = invoke("info", "--target", str(target))
     assert code == 0 and own.name in said
@@ -240,7 +240,7 @@ def test_bad_ones_are_refused_in_one_line_before_the_target_is_loaded(
 
 
 def test_one_that_is_loaded_already_is_refused_by_name() -> None:
-    with pytest.raises(UsageError, match="an assistant of Gemma 4 as an object; pass its folder"):
+    with pytest.raises(UsageError, match="a Gemma 4 assistant given as an object; pass its folder"):
         polydraft.load(*build("31B"))
 
 

@@ -103,7 +103,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 
 def test_a_file_of_something_else_is_named(tmp_path, cache):
     (tmp_path / "text.gguf").write_text("once upon a time " * 9)
-    with pytest.raises(FailureError, match=r"text.gguf is no GGUF file"):
+    with pytest.raises(FailureError, match=r"text.gguf is not a GGUF file"):
         load_model(str(tmp_path / "text.gguf"), CPU, torch.float32)
     assert not cache.exists() or not list(cache.iterdir())
 
@@ -117,7 +117,7 @@ def test_a_file_that_is_cut_short_is_refused_by_its_header(tmp_path, cache, monk
     monkeypatch.setattr(gguf, "GGUFReader", lambda *_: pytest.fail("the slow reader was asked"))
     missing = whole - int(kept * whole)
     expected = (
-        rf"{int(kept * whole)} of {whole} bytes are there, {missing} are missing" if kept > 0.5 else "its header is not whole"
+        rf"{int(kept * whole)} of {whole} bytes are there, {missing} are missing" if kept > 0.5 else "its header is incomplete"
     )
     with pytest.raises(FailureError, match=rf"tiny.gguf is cut short, {expected}; download it again"):
         load_model(str(file), CPU, torch.float32)

@@ -59,7 +59,7 @@ def test_a_file_that_is_being_written_is_gone_after_an_interruption(tmp_path, ca
         raise Stop
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(conversion.Progress, "__call__", advance)
+        patch.setattr("tqdm.tqdm.update", advance)
         with pytest.raises(Stop):
             convert(file, cache / "one", torch.float32)
     assert not list((cache / "one").glob("*.safetensors")) and not list((cache / "one").glob(".*"))

@@ -76,7 +76,7 @@ def test_a_hub_that_is_found_is_asked(endpoint, asked, monkeypatch):
         (" ", "empty draft name"),
         ("~/none", "no such folder"),
         ("./none", "no such folder"),
-        (__file__, "is a file, but none in"),
+        (__file__, "is a file, but not in"),
     ],
 )
 def test_what_cannot_be_a_name_is_refused(name, message):

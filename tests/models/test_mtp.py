@@ -340,5 +340,5 @@ def test_a_target_without_any(tmp_path: Path) -> None:
     sizes = TargetSizes(name="target", config=model.config)
     assert sizes.hidden_size == HIDDEN and shipped_layers(str(tmp_path)) == (False, "no MTP layers")
     for target in (str(tmp_path), "smollm2"):
-        with pytest.raises(UsageError, match=r"has no MTP layers|is no checkpoint with safetensors"):
+        with pytest.raises(UsageError, match=r"has no MTP layers|is not a checkpoint with safetensors"):
             polydraft.load(target, "mtp")

@@ -166,7 +166,7 @@ def test_layers_that_others_have_replaced_run_under_trees(name, kind, scheme, he
 
 
 def test_layers_that_do_not_run_are_refused_by_their_scheme():
-    with pytest.raises(UsageError, match=r"quantised by awq, does not run under trees in float32 \(.*Half.*try another dtype"):
+    with pytest.raises(UsageError, match=r"quantised by awq, does not run with trees in float32 \(.*Half.*try another dtype"):
         HFModel(replaced(build("llama"), Refusing, "awq"))
 
 
@@ -261,7 +261,9 @@ def save_as(folder, scheme):
 def test_a_folder_of_a_scheme_that_transformers_does_not_know_is_refused(tmp_path):
     """It would load scaled whole numbers as if they were the weights themselves."""
     save_as(tmp_path, {"quant_method": "frobnicate"})
-    with pytest.raises(UsageError, match=r"quantised by frobnicate \(which transformers .* does not know\); install what"):
+    with pytest.raises(
+        UsageError, match=r"quantised by frobnicate \(which transformers .* does not know\); install the package for that"
+    ):
         load_model(str(tmp_path), torch.device("cpu"), torch.float32)
 
 

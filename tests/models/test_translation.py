@@ -188,5 +188,5 @@ def test_drafts_that_share_too_little_are_refused_by_name() -> None:
     with pytest.raises(UsageError, match="tokenizer of 'words' is neither byte-level nor SentencePiece's"):
         spelling_of(words, "words")
     draft: Any = pair("bytes", "pieces")
-    with pytest.raises(UsageError, match="beam search needs a draft with the target's tokenizer, and 'pieces' has another"):
+    with pytest.raises(UsageError, match="beam search needs a draft with the target's tokenizer, but 'pieces' has another"):
         refuse_translated(draft, "beam search")

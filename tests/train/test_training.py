@@ -124,7 +124,7 @@ def test_a_full_disk_leaves_the_old_checkpoint(monkeypatch: pytest.MonkeyPatch, 
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(training, "save_file", full)
-    with pytest.raises(FailureError, match=r"No space left.*saved before is intact"):
+    with pytest.raises(FailureError, match=r"No space left.*last checkpoint is intact"):
         run(settings, target, tmp_path / "out", resume=True)
     monkeypatch.setattr(training, "save_file", save_file)
     assert not list((tmp_path / "out" / "training").glob(".checkpoint*"))
@@ -285,7 +285,7 @@ def test_the_command_reports_and_tells_how_to_go_on(invoke, tiny: str, tmp_path:
     code, out, err = invoke("train", "head", "--target", tiny, "--out", folder, *sizes)
     assert code == 0, err
     assert f"--draft {folder}" in out
-    assert re.search(r"expected here.*tree 4x2x2x1x1: [\d.]+× plain decoding at T=0 \([\d.]+ tokens per pass\)", out)
+    assert re.search(r"expected on this machine.*tree 4x2x2x1x1: [\d.]+× plain decoding at T=0 \([\d.]+ tokens per pass\)", out)
     assert re.search(r"this will take about .* to write the text, .* to train\), and [\d.]+ GB of disk", err)
     assert "loss" in err
     assert "held out" in err

@@ -1,8 +1,8 @@
-"""Adapters (LoRA and its relatives, by PEFT): loaded and merged for a target by name, found and followed on a model object.
+"""PEFT adapters (LoRA and its relatives): merged into a target loaded by name, tracked on a model object.
 
-An adapter that `load` reads itself is merged into the weights, so that all that is fast stays fast. One that a model brings
-along belongs to its owner, who may switch it between two calls: such a model runs by its own modules, and what was computed
-with one adapter is never used with another.
+An adapter that `load` reads is merged into the weights, so that all fast code still applies. Adapters that a model object
+already has belong to its owner, who may switch them between two calls: the model then runs by its own modules, and nothing
+computed with one adapter is used with another.
 
 See docs/decisions/052-quantised-and-adapted-targets.md.
 """
@@ -28,8 +28,8 @@ ALLOWED = "a folder that PEFT has saved, or a hub name"
 
 
 def unwrapped(model: Any) -> Any:
-    """Return the `transformers` model inside a `peft.PeftModel`, with its adapters in it; any other model as it is."""
-    peft = sys.modules.get("peft")  # who has such a model has imported it
+    """Return the `transformers` model inside a `peft.PeftModel`, adapters included, or any other model as it is."""
+    peft = sys.modules.get("peft")  # it is imported if the caller has such a model
     if peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel):
         for name, config in model.peft_config.items():
             _check_kind(name, config)
@@ -38,20 +38,20 @@ def unwrapped(model: Any) -> Any:
 
 
 def places_of(model: Any) -> tuple[int, ...]:
-    """Return the addresses of the weights: they change if the model is moved, converted, or gets new layers."""
+    """Return the addresses of the weights, which change if the model is moved or converted or gets new layers."""
     return _addresses(model.parameters())
 
 
 def _addresses(weights: Iterable[Any]) -> tuple[int, ...]:
-    # Weights that others have quantised may have no storage to look at.
+    # Weights quantised by other packages may have no storage.
     plain = torch.nn.Parameter
     return tuple(weight.data_ptr() if type(weight) is plain else id(weight) for weight in weights)
 
 
 class Weights:
-    """What a model computes with: its weights, and the layers in which adapters are.
+    """A model's weights and the layers that have adapters.
 
-    Found once, as walking through all modules takes milliseconds; PEFT notes on the model when it adds another adapter.
+    They are looked up once, because that takes milliseconds. `is_current` notices adapters that PEFT adds later.
     """
 
     def __init__(self, model: Any) -> None:
@@ -60,8 +60,7 @@ class Weights:
         switched = ("active_adapters", "merged_adapters")
         found = model.modules() if self._adapters else ()
         self._layers = [layer for layer in found if all(hasattr(layer, name) for name in switched)]
-        self.places = _addresses(self._weights)
-        """Where the weights were at first."""
+        self._addresses = _addresses(self._weights)
 
     @property
     def adapted(self) -> bool:
@@ -70,13 +69,13 @@ class Weights:
 
     @property
     def is_current(self) -> bool:
-        """Whether the weights are where they were, and the adapters those that there were."""
+        """Whether weights and adapters are still the same objects in the same places."""
         now = _adapters(self._model)
         same = now.keys() == self._adapters.keys() and all(now[name] is self._adapters[name] for name in now)
-        return same and _addresses(self._weights) == self.places
+        return same and _addresses(self._weights) == self._addresses
 
     def mark(self) -> Hashable:
-        """Return a mark that changes when weights do, or when an adapter is switched."""
+        """Return a value that changes when weights change or an adapter is switched."""
         versions = tuple(0 if weight.is_inference() else weight._version for weight in self._weights)
         switches = tuple(
             (
@@ -87,7 +86,7 @@ class Weights:
             )
             for layer in self._layers
         )
-        return self.places, versions, switches
+        return self._addresses, versions, switches
 
 
 def _adapters(model: Any) -> dict[str, Any]:
@@ -104,7 +103,7 @@ def check_adapter(folder: str) -> None:
 
 
 def with_adapter(model: Any, folder: str, name: str, **options: Any) -> Any:
-    """Put an adapter on a target and merge it into the weights, unless they are quantised.
+    """Add an adapter to a target and merge it into the weights, unless they are quantised.
 
     Parameters
     ----------
@@ -112,45 +111,45 @@ def with_adapter(model: Any, folder: str, name: str, **options: Any) -> Any:
     folder : str
         A folder that PEFT has saved, or a name on the Hugging Face hub.
     name : str
-        The target's.
+        The target's name, for messages.
     **options
-        How to look for it on a hub.
+        Options for the hub, see `polydraft.models.finding.hub_options`.
     """
     peft: Any = importlib.import_module("peft")
     logger.info("loading adapter %s ...", folder)
     try:
         config = peft.PeftConfig.from_pretrained(folder, **options)
-    except Exception as error:  # of the hub's client, of broken files, of kinds that this release does not know
+    except Exception as error:  # from the hub's client, broken files, or kinds that this release does not know
         raise UsageError(f"cannot load adapter {folder!r} ({first_line(error, kind=True)}); allowed: {ALLOWED}") from None
     _check_kind(folder, config)
     config.inference_mode = True
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # an error says more
+            warnings.simplefilter("ignore")  # whatever they are about raises an error below
             adapted = peft.PeftModel(model, config)
             found = adapted.load_adapter(folder, "default", torch_device=str(model.device), **options)
             if strays := [*found.missing_keys, *found.unexpected_keys]:
-                raise ValueError(f"{len(strays)} tensors are on one side only, such as {strays[0]}")
+                raise ValueError(f"{len(strays)} tensors are missing or unexpected, such as {strays[0]}")
             base = adapted.get_base_model().eval()
             merged = base if quantised_by(model) is not None else adapted.merge_and_unload()
-    except Exception as error:  # modules that the target does not have, tensors of other shapes, kinds that cannot be merged
+    except Exception as error:  # missing modules, tensors of other shapes, kinds that cannot be merged
         reason = "its tensors have other shapes" if "size mismatch" in str(error) else first_line(error, kind=True)
         raise UsageError(
             f"adapter {folder!r} does not fit target {name!r} ({reason}); use the model that it was trained on"
         ) from None
     trained_on = config.base_model_name_or_path
     if trained_on and Path(trained_on).name.lower() != Path(name).name.lower():
-        logger.warning("adapter %s was trained on %s; its shapes fit %s, the rest is up to you", folder, trained_on, name)
+        logger.warning("adapter %s was trained on %s; its shapes fit %s, but it may not suit it", folder, trained_on, name)
     return merged
 
 
 def _check_kind(name: str, config: Any) -> None:
-    """Refuse adapters that are more than other layers in the model's place."""
+    """Refuse adapters that do more than change layers."""
     if config.is_prompt_learning or config.is_adaption_prompt:
         what = "puts vectors of its own before the text"
     elif getattr(config, "alora_invocation_tokens", None):
-        what = "becomes active within a text"
+        what = "becomes active in the middle of a text"
     else:
         return
     kind = str(getattr(config.peft_type, "value", config.peft_type))
-    raise UsageError(f"adapter {name!r}, of kind {kind}, {what}, which trees cannot follow; use one that changes layers alone")
+    raise UsageError(f"adapter {name!r}, of kind {kind}, {what}, which trees cannot follow; use one that only changes layers")

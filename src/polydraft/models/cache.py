@@ -1,4 +1,4 @@
-"""Keys and values as `transformers` asks for them, in slots of our own choosing."""
+"""Caches for `transformers` models that write keys and values into slots of our choosing."""
 
 import copy
 from collections.abc import Iterable
@@ -16,14 +16,14 @@ from polydraft.rows import ByRow
 
 
 def stored_layers(model: Any) -> int | None:
-    """Return how many layers of a model keep keys and values, all of one shape; None where shapes differ or there is more.
+    """Return how many layers of a model keep keys and values, if they have one shape and nothing else is kept; otherwise None.
 
-    A model that keeps them elsewhere than in a cache of `transformers` is refused.
+    Refuse a model that keeps them anywhere but in a `DynamicCache` of `transformers`.
     """
     tokens_BT = torch.tensor([[0, 1]], device=home_device(model))
     cache: Any = getattr(model(input_ids=tokens_BT, use_cache=True), "past_key_values", None)
     if type(cache) is EncoderDecoderCache and not any(layer.keys is not None for layer in cache.cross_attention_cache.layers):
-        cache = cache.self_attention_cache  # of a decoder alone; it takes one without the other
+        cache = cache.self_attention_cache  # a decoder by itself, which accepts this part alone
     if type(cache) is not DynamicCache:
         if cache is None and getattr(text_config(model), "is_decoder", True) is False:
             kind = text_config(model).model_type
@@ -42,9 +42,9 @@ def stored_layers(model: Any) -> int | None:
 
 
 class SlotCache(KeyValues, Cache):  # type: ignore[misc]  # transformers is untyped here
-    """A `transformers` cache that writes where it is told and can move slots about.
+    """A `transformers` cache that writes into given slots and can move slots.
 
-    Attention gets a view of the used slots: no copy, and no work on slots never written.
+    Attention gets a view of the used slots: nothing is copied, and slots never written cost nothing.
     """
 
     def __init__(self, num_layers: int, capacity: int, owner: str = "this model") -> None:
@@ -56,18 +56,18 @@ class SlotCache(KeyValues, Cache):  # type: ignore[misc]  # transformers is unty
         self._used = 0
 
     def aim(self, slots_BT: Tensor, first_slot: int | None, used: int) -> None:
-        """Say where the next pass writes: `slots_BT`, or the contiguous slots from `first_slot` in all rows."""
+        """Set where the next pass writes: `slots_BT`, or if given the slots from `first_slot` on in all rows."""
         self._slots_BT, self._first_slot, self._used = slots_BT, first_slot, used
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store one layer's new keys and values; return all that are in use."""
+        """Store one layer's new keys and values; return those of all used slots."""
         keys_LBHSC, values_LBHSC = self._stored or self._allocated(key_states, value_states)
         return self._write(keys_LBHSC[layer_idx], key_states), self._write(values_LBHSC[layer_idx], value_states)
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor] | None:
-        """Return keys and values of one layer in all slots, once there are some."""
+        """Return one layer's keys and values in all slots; None before storage is allocated."""
         stored = self._stored
         return None if stored is None else (stored[0][layer_idx], stored[1][layer_idx])
 
@@ -83,15 +83,15 @@ class SlotCache(KeyValues, Cache):  # type: ignore[misc]  # transformers is unty
         return stored_BHSC[:, :, : self._used]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Slots in use before the tokens of this pass."""
+        """Return how many slots were used before this pass."""
         return self._used - self._slots_BT.shape[1]
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Slot of this pass's first token."""
+        """Return the slot of this pass's first token."""
         return self.get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Slots that attention sees, and the first of them."""
+        """Return how many slots attention sees, and the first of them."""
         return self._used, 0
 
     def __len__(self) -> int:
@@ -99,9 +99,9 @@ class SlotCache(KeyValues, Cache):  # type: ignore[misc]  # transformers is unty
 
 
 class SpreadCache(SlotCache):
-    """Keys and values that stay with their layers, wherever these are and whatever shapes they have: one cache per layer.
+    """One cache per layer, for layers on several devices or with keys of different shapes.
 
-    The keys of sparse layers' indexers lie in slots too, beside those of the layers.
+    Sparse layers also have indexers, whose keys have slots of their own.
     """
 
     def __init__(self, num_layers: int, capacity: int, owner: str = "this model") -> None:
@@ -121,15 +121,15 @@ class SpreadCache(SlotCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store one layer's new keys and values; return all that are in use."""
+        """Store one layer's new keys and values; return those of all used slots."""
         return self._store("layer", layer_idx, key_states, value_states)
 
     def layer(self, layer_idx: int) -> tuple[Tensor, Tensor] | None:
-        """Return keys and values of one layer in all slots, once there are some."""
+        """Return one layer's keys and values in all slots; None before storage is allocated."""
         return self._part("layer", layer_idx).layer(0)
 
     def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
-        """Store new keys `[B, T, C]` of the indexer in a sparse layer; return all that are in use."""
+        """Store new keys `[B, T, C]` of a sparse layer's indexer; return those of all used slots."""
         keys_B1TC = indexer_key_states[:, None]
         return self._store("indexer", layer_idx, keys_B1TC, keys_B1TC[..., :0])[0][:, 0]
 
@@ -142,7 +142,7 @@ class SpreadCache(SlotCache):
                 mine.take(other._parts[name], *indices)
 
     def part(self, rows: slice) -> Self:
-        """Return a cache of some adjacent rows, which shares their storage; there must be some."""
+        """Return a cache of some adjacent rows that shares the storage, which must exist."""
         part = copy.copy(self)
         part._parts = {name: one.part(rows) for name, one in self._parts.items()}
         return part
@@ -157,7 +157,7 @@ class SpreadCache(SlotCache):
         return {(*name, kind): copy for name, copies in parts for kind, copy in copies.items()}
 
     def paste(self, row: int, pieces: Pieces, rows: int) -> None:
-        """Write copies of slots, and how many of each, into the first slots of one of `rows` rows."""
+        """Write copied slots into the first slots of one of `rows` rows."""
         for name in {(kind, layer): None for kind, layer, _ in pieces[0][0]}:
             own = [({kind: copies[*name, kind] for kind in ("keys", "values")}, count) for copies, count in pieces]
             self._part(*name).paste(row, own, rows)
@@ -173,12 +173,12 @@ class SpreadCache(SlotCache):
             one.wipe()
 
     def adopt(self, other: KeyValues, rows: int) -> bool:
-        """Take over the storage of another cache of the same model."""
+        """Take over the storage of another cache of the same model; return whether it fits."""
         assert isinstance(other, SpreadCache)
         return all(self._part(*name).adopt(part, rows) for name, part in other._parts.items())
 
     def fill(self, other: KeyValues, copies: int, used: int) -> None:
-        """Take over the first slots of another such cache, each of its rows `copies` times."""
+        """Copy the first slots of another such cache, each of its rows `copies` times."""
         assert isinstance(other, SpreadCache)
         for name, theirs in other._parts.items():
             self._part(*name).fill(theirs, copies, used)
@@ -191,7 +191,7 @@ class SpreadCache(SlotCache):
 
     @property
     def address(self) -> int:
-        """Where the storage begins, 0 while there is none."""
+        """Where the storage begins; 0 before it is allocated."""
         return next((one.address for one in self._parts.values()), 0)
 
     @property

@@ -1,6 +1,6 @@
-"""Whether a model of unknown habits gives in trees, in ragged batches and past its windows what it gives in a plain pass.
+"""Checks whether an unknown model gives the same logits in trees, in ragged batches and past its windows as in a plain pass.
 
-It is tried on twins (`polydraft.models.twin`), because the model itself would take too long.
+They run mostly on twins (`polydraft.models.twin`), because the model itself would take too long.
 
 See docs/decisions/020-unknown-models-are-tried-on-a-twin.md.
 """
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 _TREE = "[[0],[1],[2],[0,0],[1,0],[1,1]]"
 _PAST_WINDOWS = 2 * WINDOW + 5
 _EXACT = 1e-3
-"""Largest difference of logits, relative to the largest of them, that is put down to rounding in float32."""
+"""Largest difference of logits, relative to the largest logit, that counts as rounding in float32."""
 _SAME_FORMULA = 1e-4
-"""The same between two ways to compute a recurrent layer. Sound classes differ by 3e-6; Nemotron-H, whose time steps have a
-least value in a row but not alone, by 1e-3 and seldom."""
+"""The same for two ways to compute a recurrent layer. Sound classes differ by 3e-6; Nemotron-H, which clamps time steps in a
+scan but not for single tokens, by 1e-3 now and then."""
 
 
 def check_habits(model: "HFModel", wrap: Callable[[Any], "HFModel"]) -> bool:
@@ -37,41 +37,42 @@ def check_habits(model: "HFModel", wrap: Callable[[Any], "HFModel"]) -> bool:
     wrap : callable
         Makes an `HFModel` of a twin without checking it.
     """
-    # Quantised as well: inputs are rounded to steps, and a last bit of attention's may move one by a whole step. In Gemma 3 in
-    # int8, with inputs 800 times as large as most, its own passes over a text and over a part of it differ by 2e-3.
+    # Quantised models are coarse, too: they round inputs to steps, and a rounding error before that can cost a whole step. In
+    # Gemma 3 in int8, which has inputs 800 times as large as most, plain passes over a text and over a part of it differ by
+    # 2e-3.
     coarse = model.int8 or model.quantised_by is not None or model.dtype not in (torch.float32, torch.float64)
     for wrapped in working_twins(model.hf_model, wrap):
-        goes_on = _check_twin(wrapped)
+        may_outgrow = _check_twin(wrapped)
         model.resumes = wrapped.resumes
-        # The class is fine; what is left to find is a model whose layers were changed, and routing of experts rounds coarsely.
+        # The class is fine. What is left is to notice changed layers in this model; the tolerance is wide because of experts,
+        # whose routing may flip.
         _check(model, [7, 4], 0.2 if coarse else _EXACT)
-        return goes_on
+        return may_outgrow
     tolerance = 5e-2 if coarse else _EXACT
     _check(model, [7, 4], tolerance)
     values = [value for key, value in model.config.to_dict().items() if re.fullmatch(WINDOWS, key)]
     window = max((value for value in values if isinstance(value, int)), default=0)
-    if window:  # one text, few branches: this is the model itself, and its window may be wide
+    if window:  # one text and few branches, because this is the model itself and its window may be wide
         _check(model, [min(window + 4, (model.max_positions or window + 6) - 2)], tolerance, tree="[[0],[1],[1,0]]")
     return False
 
 
 def working_twins(model: Any, wrap: Callable[[Any], "HFModel"]) -> Iterator["HFModel"]:
-    """Yield twins of a model of transformers, of which no weights are needed, that run at all."""
+    """Yield the twins of a `transformers` model that run at all; the model itself may be without weights."""
     for twin in twins(model):
         try:
             wrapped = wrap(twin)
             with torch.no_grad():
                 _try(wrapped)
-        # Sizes that do not fit each other: this twin tells nothing of the model.
-        except Exception:
+        except Exception:  # its sizes do not fit each other, which says nothing about the model
             continue
         yield wrapped
 
 
 def _check_twin(model: "HFModel") -> bool:
-    """Go past all windows and up to the end of the context; see `check_habits`."""
+    """Check texts past all windows and up to the end of the context; see `check_habits`."""
     limit = model.max_positions or POSITIONS
-    # First what makes every tree wrong, so that it is what a refusal names.
+    # First come the checks of what would make every tree wrong, so that a refusal names the cause.
     texts = _texts(model, [_PAST_WINDOWS])
     _check_causal(model, texts, _plain(model, texts), _EXACT)
     if model.recurrence is None:
@@ -92,7 +93,7 @@ def _check_twin(model: "HFModel") -> bool:
 
 
 def _check(model: "HFModel", lengths: Sequence[int], tolerance: float, tree: str = _TREE) -> None:
-    """Compare passes over texts of these lengths with a tree below each to plain passes along its branches."""
+    """Compare a tree pass below texts of these lengths with plain passes along each branch."""
     topology = parse_tree(tree)
     tables = topology.tables(model.device)
     texts = _texts(model, lengths)
@@ -115,7 +116,7 @@ def _check(model: "HFModel", lengths: Sequence[int], tolerance: float, tree: str
     block = Block(0, tables.depths_N.expand(len(texts), size), tables.ancestors_NN.expand(len(texts), size, size))
     try:
         context = model.start(len(texts), max(lengths) + size)
-        # In two parts: nothing but the second shows whether a state, or what else is kept, is read on from.
+        # In two parts, because only the second one continues from what the cache holds.
         context.prefill([text[: len(text) // 2] for text in texts])
         context.prefill([text[len(text) // 2 : -1] for text in texts])
         got_BNV = model.head(context.extend(torch.tensor(trees, device=model.device), block)).cpu()
@@ -142,7 +143,7 @@ def _name(model: "HFModel") -> str:
 
 
 def _check_causal(model: "HFModel", paths: list[list[int]], expected_BTV: Tensor, tolerance: float) -> None:
-    """Refuse a model whose logits change when the last token of a text goes."""
+    """Refuse a model whose earlier logits change when the last token of a text is removed."""
     ends = torch.arange(len(paths)), torch.tensor([len(path) - 2 for path in paths])
     if _differ(expected_BTV[ends], _plain(model, [path[:-1] for path in paths])[ends], tolerance):
         raise UsageError(
@@ -152,7 +153,7 @@ def _check_causal(model: "HFModel", paths: list[list[int]], expected_BTV: Tensor
 
 
 def _check_cached(model: "HFModel", text: list[int]) -> None:
-    """Refuse a model whose own passes with a cache differ from those without: `generate` uses one, trees follow the other."""
+    """Refuse a model whose own passes differ with and without a cache: `generate` uses a cache, trees match passes without."""
     start = WINDOW - 2
     expected_TV = _plain(model, [text])[0, start - 1 :]
     if _differ(expected_TV, _cached(model, [text], start)[0], _EXACT):
@@ -163,7 +164,7 @@ def _check_cached(model: "HFModel", text: list[int]) -> None:
 
 
 def _check_alone(model: "HFModel", text: list[int]) -> None:
-    """Refuse a recurrent model that reads a token alone by another formula than in a row: `generate` does both."""
+    """Refuse a recurrent model that reads single tokens by another formula than a whole text: `generate` does both."""
     start = WINDOW - 2
     expected_TV = _plain(model, [text])[0, start:]
     if _differ(expected_TV, _cached(model, [text], start)[0, 1:], _SAME_FORMULA):
@@ -174,31 +175,30 @@ def _check_alone(model: "HFModel", text: list[int]) -> None:
 
 
 def _resumes(model: "HFModel", text: list[int]) -> bool:
-    """Whether recurrent layers that read on from a state, several tokens at once, do as token by token."""
+    """Whether recurrent layers that read several tokens at once from a given state agree with token-by-token passes."""
     context = model.start(1, len(text))
     got: list[Tensor] = []
     model.resumes = True
-    # After one token; fewer than a convolution is wide; more than a chunk.
+    # One token, fewer than the width of a convolution, and more than a chunk.
     for start, stop in itertools.pairwise([0, 1, 3, 12, len(text)]):
         context.prefill([text[start:stop]], lambda *args: got.append(model.head(args[-1][0])))
     return not _differ(_cached(model, [text], 1)[0, 1:], torch.cat(got)[1:].cpu(), _SAME_FORMULA)
 
 
 def _cached(model: "HFModel", paths: Sequence[Sequence[int]], start: int) -> Tensor:
-    """Return logits `[B, T, V]` after the first `start` tokens and each one that follows, read with the model's own cache.
+    """Return logits `[B, T, V]` after the first `start` tokens and after each later one, read with the model's own cache.
 
-    So `generate` reads. Recurrent layers compute a token alone by another formula than a text in a row.
+    This is how `generate` reads. Recurrent layers compute single tokens by another formula than whole texts.
     """
     argument = "past_key_values" if model.recurrence is None else model.recurrence.cache_argument
-    longest = max(map(len, paths))
-    tokens_BT = torch.tensor([[*path, *[5] * (longest - len(path))] for path in paths], device=model.device)
-    places_BT = torch.arange(longest, device=model.device).expand_as(tokens_BT)
+    tokens_BT = _padded(model, paths)
+    places_BT = torch.arange(tokens_BT.shape[1], device=model.device).expand_as(tokens_BT)
     cache: Any = None
     rows = []
     with torch.no_grad():
-        for first, last in [(0, start), *((place, place + 1) for place in range(start, longest))]:
+        for first, last in [(0, start), *((place, place + 1) for place in range(start, tokens_BT.shape[1]))]:
             options = {argument: cache}
-            if model.takes_positions:  # as `generate` does; Bamba counts from 0 otherwise
+            if model.takes_positions:  # as `generate` does; otherwise Bamba counts from 0
                 options["position_ids"] = places_BT[:, first:last]
             outputs = model.hf_model(input_ids=tokens_BT[:, first:last], use_cache=True, **options)
             cache = outputs[argument]
@@ -207,7 +207,7 @@ def _cached(model: "HFModel", paths: Sequence[Sequence[int]], start: int) -> Ten
 
 
 def _try(twin: "HFModel") -> None:
-    """Raise whatever a twin raises in its own passes, or if it says nothing with them."""
+    """Run a twin's own passes, which may raise anything; refuse logits that are not finite or all equal."""
     text = _texts(twin, [_PAST_WINDOWS])[0]
     logits_BTV = _plain(twin, [text])
     assert bool(logits_BTV.isfinite().all()) and float(logits_BTV.std()) > 0
@@ -215,7 +215,7 @@ def _try(twin: "HFModel") -> None:
 
 
 def _texts(model: "HFModel", lengths: Sequence[int], seed: int = 0) -> list[list[int]]:
-    """Return random texts without the first few tokens of the vocabulary, which may be special."""
+    """Return random texts, avoiding the first few tokens of the vocabulary, which may be special."""
     generator = torch.Generator().manual_seed(seed)
     return [
         torch.randint(min(5, model.vocab_size // 2), model.vocab_size, (length,), generator=generator).tolist()
@@ -224,10 +224,14 @@ def _texts(model: "HFModel", lengths: Sequence[int], seed: int = 0) -> list[list
 
 
 def _plain(model: "HFModel", texts: Sequence[Sequence[int]]) -> Tensor:
-    """Return logits of texts by the model's own plain pass; padding at the end does not matter to a causal model."""
+    """Return the logits of texts from the model's own plain pass."""
+    return model.plain(_padded(model, texts)).cpu()
+
+
+def _padded(model: "HFModel", texts: Sequence[Sequence[int]]) -> Tensor:
+    """Return texts padded to the same length, which does not matter to a causal model."""
     longest = max(map(len, texts))
-    rows = [[*text, *[5] * (longest - len(text))] for text in texts]
-    return model.plain(torch.tensor(rows, device=model.device)).cpu()
+    return torch.tensor([[*text, *[5] * (longest - len(text))] for text in texts], device=model.device)
 
 
 def _differ(expected: Tensor, got: Tensor, tolerance: float) -> bool:

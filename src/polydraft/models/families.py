@@ -1,4 +1,4 @@
-"""Which Hugging Face models can score trees: families that the test suite covers, and why others cannot."""
+"""Which Hugging Face models can score trees: the families that the test suite covers, and the reasons why others cannot."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +21,11 @@ _COMMON: dict[str, Any] = {
 }
 FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 WHOLE_KINDS = {FULL, "indexed_attention", "hybrid"}
-"""Kinds of attention that see the whole text; an indexer chooses among what its mask lets it see."""
+"""Kinds of attention that see the whole text. An indexer chooses among the tokens that its mask shows."""
 _SLIDING_KINDS = {SLIDING, "hybrid_sliding"}
 _RECURRENT_WORDS = ("mamba", "rwkv", "recurrent", "jamba", "xlstm", "hyena", "lfm2", "retnet")
 _RECURRENT_KINDS = {"linear_attention", "conv", "hybrid", "hybrid_sliding", "mamba", "mamba2", "recurrent"}
-_HARMLESS_KINDS = {*WHOLE_KINDS, SLIDING, CHUNKED, "mlp", "moe"}  # layers without attention keep nothing of a text
+_HARMLESS_KINDS = {*WHOLE_KINDS, SLIDING, CHUNKED, "mlp", "moe"}  # layers without attention have no cache
 _MISFITS = {
     "compressed_sparse_attention": "keep one key per group of tokens, from which no branch can be masked",
     "heavily_compressed_attention": "keep one key per group of tokens, from which no branch can be masked",
@@ -33,22 +33,22 @@ _MISFITS = {
 }
 """Kinds of layers that cannot read trees, and why."""
 _STEADY_ROPE = {"default", "linear", "llama3", "yarn", "proportional"}
-"""Kinds of rotary positions that do not depend on how long the text is."""
+"""Kinds of rotary positions that do not depend on the length of the text."""
 _FORGETFUL = {"phi4_multimodal"}
-"""Whose `generate` drops its cache at the original context and goes on from the last token alone (transformers 5.22)."""
+"""Model types whose `generate` drops its cache at the original context and continues from one token (transformers 5.22)."""
 _NOT_CAUSAL = ("is_causal", False), ("use_bidirectional_attention", True), ("use_bidirectional_attention", "all")
-"""Switches of a configuration that let tokens see later ones."""
+"""Settings of a configuration that let tokens see later ones."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """One Hugging Face model type and the options that make a tiny model of it."""
+    """A Hugging Face model type, and the configuration of a tiny model of it for tests."""
 
     model_type: str
     tiny: dict[str, Any]
 
     def build(self, seed: int = 0, **overrides: Any) -> Any:
-        """Make a tiny randomly initialised model, sharp enough that its distributions differ from uniform."""
+        """Make a tiny random model whose distributions are far from uniform."""
         import torch
         from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -67,13 +67,17 @@ def _add(model_type: str, tiny: dict[str, Any], name: str | None = None) -> None
     FAMILIES.register(name or model_type)(Family(model_type, tiny))
 
 
+def _common(*names: str) -> dict[str, Any]:
+    return {name: _COMMON[name] for name in (*names, "vocab_size", "bos_token_id", "eos_token_id")}
+
+
 _add("llama", _COMMON)
 _add("mistral", {**_COMMON, "sliding_window": None})
 _add("mistral", {**_COMMON, "sliding_window": 7}, name="mistral-sliding")
 _add("qwen2", _COMMON)
 _add("qwen3", {**_COMMON, "head_dim": 8})
 _add("gemma", {**_COMMON, "head_dim": 8})
-# With tied embeddings and its scaled input a random Gemma 2 says the last token again, whatever the layers do.
+# With tied embeddings and scaled inputs, a random Gemma 2 would repeat the last token whatever its layers do.
 _add(
     "gemma2",
     {**_COMMON, "head_dim": 8, "sliding_window": 7, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
@@ -83,8 +87,7 @@ _add("phi3", _COMMON)
 _add(
     "opt",
     {
-        **{key: _COMMON[key] for key in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
-        **{key: _COMMON[key] for key in ("max_position_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")},
+        **_common("hidden_size", "num_hidden_layers", "num_attention_heads", "max_position_embeddings", "pad_token_id"),
         "ffn_dim": 48,
         "word_embed_proj_dim": 32,
         "init_std": 0.35,
@@ -93,23 +96,18 @@ _add(
 _add(
     "gpt2",
     {
-        "vocab_size": 96,
+        **_common("initializer_range", "pad_token_id"),
         "n_embd": 32,
         "n_layer": 3,
         "n_head": 4,
         "n_positions": 128,
-        "initializer_range": 0.35,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "pad_token_id": 0,
     },
 )
 _add("gpt_neox", {**_COMMON, "intermediate_size": 64})
 _add(
     "gpt_neo",
     {
-        **{key: _COMMON[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings")},
-        **{key: _COMMON[key] for key in ("initializer_range", "bos_token_id", "eos_token_id", "pad_token_id")},
+        **_common("hidden_size", "intermediate_size", "max_position_embeddings", "initializer_range", "pad_token_id"),
         "num_layers": 3,
         "num_heads": 4,
         "attention_types": [[["global"], 1], [["local"], 2]],
@@ -124,29 +122,36 @@ def text_config(model: Any) -> Any:
 
 
 def layer_kinds(config: Any) -> list[str]:
-    """Return the attention kind of each layer, as `transformers` itself reads a configuration."""
+    """Return each layer's kind of attention, in the words of `transformers`."""
     kinds = getattr(config, "layer_types", None)
     if kinds is not None:
         return list(kinds)
-    if (neo := getattr(config, "attention_layers", None)) is not None:  # GPT-Neo's own words
+    if (neo := getattr(config, "attention_layers", None)) is not None:  # GPT-Neo has words of its own
         return [{"global": FULL, "local": SLIDING}.get(kind, kind) for kind in neo]
     sliding = getattr(config, "sliding_window", None) is not None
     return [SLIDING if sliding else FULL] * config.num_hidden_layers
 
 
 def attention_kinds(config: Any) -> list[str]:
-    """Return the kinds of attention that need masks of their own, at least one."""
+    """Return the kinds of attention in a model that need their own mask; at least one."""
     kinds = set(layer_kinds(config))
     return sorted(kinds & (WHOLE_KINDS | _SLIDING_KINDS | {CHUNKED})) or [FULL]
 
 
+def key_shape(config: Any) -> tuple[int, int]:
+    """Return the number of heads of keys and values, and the size of each."""
+    heads = config.num_attention_heads
+    key_heads = getattr(config, "num_key_value_heads", None) or heads
+    return int(key_heads), int(getattr(config, "head_dim", None) or config.hidden_size // heads)
+
+
 def chunk_size(config: Any) -> int | None:
-    """Return how many tokens a chunk has, in which tokens see each other; None where no layer has chunks."""
+    """Return the tokens per chunk, outside of which tokens do not see each other; None if no layer has chunks."""
     return config.attention_chunk_size if CHUNKED in layer_kinds(config) else None
 
 
 def window_size(config: Any) -> int | None:
-    """Return how many tokens back sliding layers see, the token itself included; None where no layer slides."""
+    """Return how many tokens back sliding layers see, the token itself included; None if no layer slides."""
     if not _SLIDING_KINDS & set(layer_kinds(config)):
         return None
     size: int | None = getattr(config, "sliding_window", None)
@@ -154,7 +159,7 @@ def window_size(config: Any) -> int | None:
 
 
 def steady_positions(config: Any) -> bool:
-    """Whether positions are computed, by the same rule at every length, so that a text may outgrow the context."""
+    """Whether positions are computed by the same rule at every length, so that texts may outgrow the context."""
     if config.model_type in _FORGETFUL or _scale_step(config) is not None:
         return False
     rope = getattr(config, "rope_parameters", None) or {}
@@ -163,7 +168,7 @@ def steady_positions(config: Any) -> bool:
 
 
 def _scale_step(config: Any) -> int | None:
-    """Return at how many tokens Llama 4 and Inkling scale their queries otherwise, by the number of slots before them."""
+    """Return the text length from which Llama 4 and Inkling scale queries by their slot; None for other models."""
     if (floor := getattr(config, "log_scaling_n_floor", None)) is not None:
         return int(floor) + 1
     tuned = getattr(config, "attn_temperature_tuning", False) and not all(getattr(config, "no_rope_layers", None) or [True])
@@ -171,11 +176,11 @@ def _scale_step(config: Any) -> int | None:
 
 
 def context_limit(config: Any) -> int | None:
-    """Return how many positions a model has.
+    """Return how many positions a model has; None for any number.
 
-    With `longrope` only those before its frequencies change: a pass across the change would turn all of its tokens by the
-    new ones, and `transformers` itself reads the whole text anew there, or forgets it. The same holds for the
-    scales of Llama 4 and Inkling, which in a tree would be those of other positions.
+    With `longrope` only those before its frequencies change: a pass across the change would apply the new frequencies to all of
+    its tokens, and `transformers` itself reads the whole text again at that point, or forgets it. Likewise for the scales of
+    Llama 4 and Inkling, which in a tree would be those of other positions.
     """
     names = ("max_position_embeddings", "max_target_positions", "max_seq_len")
     limit: int | None = next((value for name in names if (value := getattr(config, name, None)) is not None), None)
@@ -191,7 +196,7 @@ def context_limit(config: Any) -> int | None:
 
 
 def is_recurrent(model: Any) -> bool:
-    """Whether a model may have recurrent layers; a pass tells for certain."""
+    """Whether a model may have recurrent layers; only a pass can tell for certain."""
     config = text_config(model)
     return (
         bool(set(layer_kinds(config)) & _RECURRENT_KINDS)
@@ -201,31 +206,31 @@ def is_recurrent(model: Any) -> bool:
 
 
 def quantised_by(model: Any) -> str | None:
-    """Return whose quantisation a model came with, such as torchao; None where its weights are numbers as they are."""
-    if getattr(model, "hf_quantizer", None) is not None:  # one that is gone has made numbers of them
+    """Return what a model was quantised by when it was loaded, such as torchao; None if its weights are plain numbers."""
+    if getattr(model, "hf_quantizer", None) is not None:  # without one, the weights were dequantised
         return scheme_of(model.config)
     import torch
 
-    # In place, by functions that leave no word in the configuration.
+    # It may also have been quantised in place, which the configuration does not say.
     owners = {type(weight).__module__.split(".")[0] for weight in model.parameters() if type(weight) is not torch.nn.Parameter}
     return min(owners - {"torch"}, default=None)
 
 
 def scheme_of(config: Any) -> str | None:
-    """Return the name of the scheme in which a configuration says that weights are quantised."""
+    """Return the name of the quantisation scheme in a configuration; None without one."""
     own = getattr(config, "quantization_config", None)
     method = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", None)
     return None if own is None else str(getattr(method, "value", method) or "a scheme without a name")
 
 
 def refuse_unsupported(model: Any) -> None:
-    """Raise a `UsageError` that names the model and the reason, if it cannot score trees."""
+    """Refuse a model type that cannot score trees, with the reason."""
     config = text_config(model)
     kind = config.model_type
     if getattr(model.config, "is_encoder_decoder", False):
         raise UsageError(f"model type {kind!r} is an encoder-decoder; polydraft needs a decoder-only causal language model")
-    # MusicGen has several; a quantised one may have sizes but no weight, or one that takes long to compute; a configuration
-    # alone, as in early refusals, has no model to ask.
+    # MusicGen has several heads. Quantised heads may have sizes but no weight, or one that takes long to compute. For early
+    # refusals there is only a configuration, which has no head.
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else model
     if head is not model and not hasattr(head, "out_features") and not hasattr(head, "weight"):
         raise UsageError(
@@ -237,7 +242,7 @@ def refuse_unsupported(model: Any) -> None:
                 f"model type {kind!r} with {name}={value!r} is not causal: tokens see later ones; load a causal language model"
             )
     if not hasattr(config, "layer_types") and not hasattr(config, "num_hidden_layers"):
-        raise UsageError(f"model type {kind!r} does not say how many layers it has; use another model")
+        raise UsageError(f"the configuration of model type {kind!r} has no number of layers; use another model")
     others = sorted(set(layer_kinds(config)) - _RECURRENT_KINDS - _HARMLESS_KINDS)
     if others:
         reason = _MISFITS.get(others[0], "take no tree masks")
@@ -253,6 +258,6 @@ def refuse_unsupported(model: Any) -> None:
     implementation = config._attn_implementation
     if implementation not in ("sdpa", "eager"):
         raise UsageError(
-            f"attention implementation {implementation!r} takes no tree mask; allowed: sdpa, eager; "
+            f"attention implementation {implementation!r} does not take tree masks; allowed: sdpa, eager; "
             "load the model with attn_implementation='sdpa'"
         )

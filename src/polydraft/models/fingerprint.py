@@ -1,4 +1,4 @@
-"""Fingerprints of what figures were computed from: the files of a model, or any JSON value."""
+"""Fingerprints of models and settings, kept with measured figures so that stale ones are noticed."""
 
 import hashlib
 import json
@@ -17,18 +17,18 @@ def digest_of(value: Any) -> str:
 
 
 def package_version() -> str:
-    """Return the version of polydraft that is installed."""
+    """Return the installed version of polydraft."""
     try:
         return metadata.version("polydraft")
-    except metadata.PackageNotFoundError:  # run from its sources
+    except metadata.PackageNotFoundError:  # run from source
         return "0"
 
 
 def model_fingerprint(name: str) -> str | None:
-    """Return a hash of the files of a model, without loading it, or None if they are not on this machine.
+    """Return a hash of a model's files without reading them, or None if they are not on this machine.
 
     A model that was trained or downloaded again has files of another size or time. Drafts made from the target itself have no
-    files: their names identify them.
+    files; they are identified by name.
     """
     if name.startswith("early-exit") or name == "int8":
         return name
@@ -38,7 +38,7 @@ def model_fingerprint(name: str) -> str | None:
 
 
 def _files(place: Path | None) -> Sequence[tuple[str, int, int]]:
-    """Return names, sizes and times of the files in a folder, or of the one file that a GGUF model is."""
+    """Return names, sizes and times of the files in a folder, or of a single GGUF file."""
     if place is None:
         return []
     folder = place if place.is_dir() else place.parent
@@ -47,12 +47,12 @@ def _files(place: Path | None) -> Sequence[tuple[str, int, int]]:
 
 
 def _snapshot(name: str) -> Path | None:
-    """Return where a model of the hub was downloaded to."""
+    """Return the folder that a model was downloaded to from the hub, if it was."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
         file = try_to_load_from_cache(name, "config.json")
-    except HFValidationError:  # no name of the hub; loading will say so
+    except HFValidationError:  # not a hub name; loading will say so
         return None
     return Path(file).parent if isinstance(file, str) else None

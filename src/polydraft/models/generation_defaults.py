@@ -1,4 +1,4 @@
-"""What a checkpoint's generation_config.json asks for where a caller says nothing, and processors as sampling parameters."""
+"""Defaults from a checkpoint's generation_config.json, and `transformers` logits processors as sampling parameters."""
 
 import copy
 import math
@@ -12,9 +12,9 @@ import transformers
 from polydraft.sampling import SamplingParams, was_asked
 
 _NUMBERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-"""What `SamplingParams` has too, with values that ask for nothing."""
+"""Fields that `SamplingParams` has too, with their neutral values."""
 _SAMPLED = ("temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h")
-"""What counts only where tokens are drawn."""
+"""Fields that matter only if tokens are sampled."""
 _FOLLOWED: dict[str, tuple[Any, ...]] = {
     **{name: (value,) for name, value in _NUMBERS.items()},
     **dict.fromkeys(("typical_p", "top_h"), (1.0,)),
@@ -23,7 +23,7 @@ _FOLLOWED: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("sequence_bias",), ([], {})),
     **dict.fromkeys(("exponential_decay_length_penalty", "forced_bos_token_id"), ()),
 }
-"""Fields that we follow, each with the values that ask for nothing, beside none."""
+"""Fields that we follow, each with its neutral values; None is always neutral."""
 _LEFT_OUT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "guidance_scale"), (1, 1.0)),
     **dict.fromkeys(("penalty_alpha", "diversity_penalty"), (0, 0.0)),
@@ -31,8 +31,8 @@ _LEFT_OUT: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("watermarking_config", "forced_eos_token_id", "max_time"), ()),
     "token_healing": (False,),
 }
-"""Fields that change the text and are not followed. Other ways to decode (beams, contrastive search, guidance) are asked for by
-the call here; the others depend on limits that a request sets."""
+"""Fields that change the text but are not followed. Other ways to decode (beams, contrastive search, guidance) must be
+requested in the call; the others depend on limits that a request sets."""
 _FIELDS = {
     transformers.RepetitionPenaltyLogitsProcessor: (0, "repetition_penalty", "penalty"),
     transformers.TemperatureLogitsWarper: (2, "temperature", "temperature"),
@@ -40,11 +40,11 @@ _FIELDS = {
     transformers.TopPLogitsWarper: (4, "top_p", "top_p"),
     transformers.MinPLogitsWarper: (5, "min_p", "min_p"),
 }
-"""Processors that `SamplingParams` knows: place in its order (1 is for all others), field, and where the value is."""
+"""Processors that `SamplingParams` covers: position in its order (1 is for all others), field, and attribute of the value."""
 
 
 class GenerationDefaults:
-    """What a model's own generation config says, to be followed where a caller says nothing.
+    """The settings of a model's generation config, used wherever the caller sets nothing.
 
     Parameters
     ----------
@@ -59,39 +59,37 @@ class GenerationDefaults:
         self.sampled = bool(said.get("do_sample"))
         """Whether texts are sampled by default."""
         self.followed = {name: said[name] for name, off in _FOLLOWED.items() if said.get(name) not in (None, *off)}
-        """What is followed, by field."""
+        """Fields that are followed."""
         self.left_out = {name: said[name] for name, off in _LEFT_OUT.items() if said.get(name) not in (None, *off)}
-        """What is not, though it would change the text."""
+        """Fields that are not followed, although they would change the text."""
 
     def __bool__(self) -> bool:
         return bool(self.followed) or self.sampled
 
     def __str__(self) -> str:
-        """Say in one line what is followed."""
+        """Describe in one line what is followed."""
         parts = ["sampling"] if self.sampled else []
         for name, value in self.followed.items():
-            if name in _SAMPLED and not self.sampled:
-                continue
-            short = f"{name} of {len(value)}" if isinstance(value, list | dict) else f"{name}={value}"
-            parts.append(short)
+            if self.sampled or name not in _SAMPLED:
+                parts.append(f"{name} of {len(value)}" if isinstance(value, list | dict) else f"{name}={value}")
         return ", ".join(parts)
 
     def fill(self, params: SamplingParams, prompt_length: int, *, draws: bool = True) -> SamplingParams:
-        """Return the parameters, with the model's own where the caller set none.
+        """Return the parameters, with the model's defaults for those that the caller has not set.
 
         Parameters
         ----------
         params : SamplingParams
         prompt_length : int
-            In tokens: some bans hold only for the first new ones.
+            In tokens. Some bans hold only for the first new tokens.
         draws : bool
-            False where the likeliest tokens are followed whatever the temperature, as in beam search.
+            False if the likeliest tokens are followed whatever the temperature is, as in beam search.
         """
         if not self:
             return params
         asked = {name: getattr(params, name) for name in _NUMBERS if was_asked(getattr(params, name))}
         config = transformers.GenerationConfig()
-        for name, value in {**copy.deepcopy(self.followed), **asked}.items():  # its constructor would comment on them
+        for name, value in {**copy.deepcopy(self.followed), **asked}.items():  # the constructor would log comments on them
             setattr(config, name, value)
         usual = (config.temperature or 1.0) if self.sampled else params.temperature
         config.temperature = asked.get("temperature", usual)
@@ -108,7 +106,7 @@ class GenerationDefaults:
         return replace(params, **numbers, logit_bias=bias, processors=tuple(others))
 
     def _bans(self, config: Any) -> dict[int, float]:
-        """Take bans of single tokens out of a config: a bias needs no look at the text."""
+        """Remove bans of single tokens from a config and return them as biases, which need not look at the text."""
         words = config.bad_words_ids or []
         single = {token for token, *rest in words if not rest and token not in self._eos}
         config.bad_words_ids = [word for word in words if len(word) > 1] or None
@@ -118,12 +116,12 @@ class GenerationDefaults:
 
 
 def sampling_params(processors: Sequence[Any], sample: bool, padded: bool) -> tuple[dict[str, Any], list[Any]]:
-    """Translate the processors that `SamplingParams` knows, if they stand in its order; return the others too.
+    """Translate the processors that `SamplingParams` covers, if they come in its order; also return the others.
 
-    A repetition penalty also counts the padding that a processor sees, so it is translated only where there is none.
+    Processors apply a repetition penalty to padding too, so it is translated only if texts are not `padded`.
     """
     if processors and type(processors[-1]) is transformers.LogitNormalization:
-        processors = processors[:-1]  # the last step normalises anyway
+        processors = processors[:-1]  # the warper normalises anyway
     params: dict[str, Any] = {"temperature": 1.0 if sample else 0.0}
     unchanged = (dict(params), list(processors))
     others: list[Any] = []
@@ -137,13 +135,13 @@ def sampling_params(processors: Sequence[Any], sample: bool, padded: bool) -> tu
         last_rank = rank
         if not name:
             others.append(processor)
-        elif name == "repetition_penalty" or sample:  # what is left out cannot change which token is best
+        elif name == "repetition_penalty" or sample:  # without sampling, the others cannot change which token is best
             params[name] = value
     return params, others
 
 
 def _translated(processor: Any) -> tuple[int, str, Any]:
-    """Return a processor's place in the order of `SamplingParams`, its field there, or "", and the field's value."""
+    """Return a processor's position in the order of `SamplingParams`, its field there (or ""), and the field's value."""
     rank, name, attribute = _FIELDS.get(type(processor), (1, "", ""))
     value = getattr(processor, attribute, None)
     unusual = getattr(processor, "prompt_ignore_length", None) or getattr(processor, "min_tokens_to_keep", 1) != 1

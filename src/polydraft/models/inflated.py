@@ -1,15 +1,15 @@
 """A small Llama inside a large one: the small one's logits at the large one's cost, for benchmarks without large weights.
 
-Where a hidden state is d numbers wide in the small model, it is those and D - d zeros in the large one:
+A hidden state of d numbers in the small model becomes the same d numbers and D - d zeros in the large one:
 
-- RMSNorm divides by the mean over D instead of d numbers, so that its weights are scaled by √(d/D), its epsilon by d/D;
-- further heads, MLP rows and layers compute, but the projections that would write their results write nothing;
-- a head of c channels takes every (C/c)-th pair of a head of C: rotary frequencies θ^(-2i/c) are those θ^(-2j/C) with
-  j = i·C/c, and the softmax keeps the scale of c;
-- keys and values stand once for each group of query heads of the large model that needs them.
+- RMSNorm divides by the mean over D instead of d numbers, so its weights are scaled by √(d/D) and its epsilon by d/D;
+- additional heads, MLP rows and layers compute something, but the projections that would write their results write zeros;
+- a head of c channels uses every (C/c)-th pair of a head of C: rotary frequencies θ^(-2i/c) equal θ^(-2j/C) with j = i·C/c,
+  and the softmax keeps the scale of c;
+- keys and values are repeated for each group of query heads of the large model that needs them.
 
-All other weights are multiplied by zeros, or their results are. They hold noise instead of zeros, because the power that
-arithmetic draws, and so a GPU's clock, depends on the numbers.
+All other weights meet zeros, or their results do. They hold noise rather than zeros because the power that arithmetic draws,
+and so a GPU's clock, depends on the numbers.
 """
 
 import copy
@@ -26,6 +26,7 @@ from torch.nn import functional
 from polydraft.devices import is_host
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.bundled import BUNDLED
+from polydraft.models.families import key_shape
 from polydraft.models.hf import HFModel
 from polydraft.models.hf_context import HFContext
 from polydraft.registry import Registry
@@ -33,7 +34,7 @@ from polydraft.trees import Block
 
 _NOISE = 0.02
 _ROPE_TYPES = {"default", "linear", "llama3"}
-"""Whose frequencies depend on nothing but the plain frequency."""
+"""Types of rotary positions whose frequencies depend only on the plain frequency."""
 PREFIX = "inflated"
 
 
@@ -49,7 +50,7 @@ class BigShape:
     mlp_size: int
 
     def num_parameters(self, vocab_size: int) -> int:
-        """Count the weights, with an output head of its own."""
+        """Return the number of weights, including a separate output head."""
         size = self.hidden_size
         heads = (2 * self.num_heads + 2 * self.num_key_heads) * self.head_size
         layer = size * heads + 3 * size * self.mlp_size + 2 * size
@@ -58,23 +59,19 @@ class BigShape:
 
 SHAPES: Registry[BigShape] = Registry("shape of an inflated target")
 
-
-# No common model of 1B parameters has the 30 layers of the bundled one; this one does, with its grouping of heads.
+# No common model of 1B parameters has as many layers as the bundled one (30), so this shape is made up, with the same grouping
+# of heads.
 SHAPES.register("1b")(BigShape(hidden_size=1536, num_layers=32, num_heads=24, num_key_heads=8, head_size=64, mlp_size=4608))
-
-
 # Llama 2 7B and 13B.
 SHAPES.register("7b")(BigShape(hidden_size=4096, num_layers=32, num_heads=32, num_key_heads=32, head_size=128, mlp_size=11008))
-
-
 SHAPES.register("13b")(BigShape(hidden_size=5120, num_layers=40, num_heads=40, num_key_heads=40, head_size=128, mlp_size=13824))
 
 
 def inflate(small: Any, shape: BigShape) -> Any:
     """Return a Llama of `shape` with the logits of `small`, in its dtype and on its device.
 
-    Nothing of the large model is ever on another device than the small one's. Layer k of the small model is layer k of the
-    large one; further layers come last. The output head is not shared with the embeddings, as in Llama 2.
+    The large model is built on the small one's device. Layer k of the small model is layer k of the large one; additional
+    layers come last. The output head is not shared with the embeddings, as in Llama 2.
 
     Returns
     -------
@@ -95,13 +92,13 @@ def inflate(small: Any, shape: BigShape) -> Any:
             "tie_word_embeddings": False,
         }
     )
-    # Ordinary tensors even if the caller is in inference mode: the lean body lays them out anew.
+    # Ordinary tensors even if the caller is in inference mode, because the lean body lays them out anew.
     with torch.inference_mode(False), torch.no_grad():
         with torch.device("meta"):
             big = type(small)._from_config(config, dtype=small.dtype)
         _check_memory(shape.num_parameters(config.vocab_size) * small.dtype.itemsize, small.device)
         big.to_empty(device=small.device)
-        big.model.rotary_emb = type(big.model.rotary_emb)(config).to(small.device)  # its table was on no device
+        big.model.rotary_emb = type(big.model.rotary_emb)(config).to(small.device)  # its table was on the meta device
         _fill_with_noise(big)
         big.model.embed_tokens.weight.zero_()
         big.model.embed_tokens.weight[:, : small.config.hidden_size] = small.model.embed_tokens.weight
@@ -120,33 +117,33 @@ def inflate(small: Any, shape: BigShape) -> Any:
 
 @dataclass(frozen=True)
 class _Places:
-    """Where heads of the small model stand in the large one."""
+    """Which heads and channels of the large model those of the small one are copied to."""
 
     heads_H: Tensor
-    """The head in the large model."""
+    """Heads in the large model."""
     sources_H: Tensor
-    """The head in the small model."""
+    """The same heads in the small model."""
     channels_C: Tensor
     """Channels of a large head for those of a small one."""
 
     def idle(self, big_size: int) -> Tensor:
-        """Return the channels of a large head that a small one has no use for."""
+        """Return the channels of a large head that a small one does not use."""
         idle_C = torch.ones(big_size, dtype=torch.bool, device=self.channels_C.device)
         idle_C[self.channels_C] = False
         return idle_C.nonzero()[:, 0]
 
     def rows(self, big_size: int) -> Tensor:
-        """Return rows of the large projection."""
+        """Return the rows of the large projection that are copied to."""
         return (self.heads_H[:, None] * big_size + self.channels_C).flatten()
 
     def source_rows(self) -> Tensor:
-        """Return the rows of the small projection that belong there."""
+        """Return the rows of the small projection that they are copied from."""
         size = len(self.channels_C)
         return (self.sources_H[:, None] * size + torch.arange(size, device=self.sources_H.device)).flatten()
 
 
 def _places(config: Any, shape: BigShape, device: torch.device) -> tuple[_Places, _Places]:
-    """Give every query head a place whose key head is its own; a small group may take several large ones."""
+    """Place every query head in a group with its own key head; a group of the small model may take up several large ones."""
     size = _head_size(config)
     step = shape.head_size // size
     half_C = torch.arange(size // 2, device=device) * step
@@ -168,7 +165,7 @@ def _fill_layer(big: Any, small: Any, queries: _Places, keys: _Places, head_size
     _scale_norm(big.post_attention_layernorm, small.post_attention_layernorm)
     attention, source = big.self_attn, small.self_attn
     width = source.q_proj.in_features
-    # Channels that a small head does not have must not meet: noise in the keys is harmless if the queries are zero there.
+    # In channels that a small head does not use, queries are zero, so that noise in the keys does no harm.
     heads = attention.q_proj.weight.view(-1, head_size, attention.q_proj.in_features)
     heads[queries.heads_H[:, None], queries.idle(head_size)] = 0
     for name, places in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
@@ -200,7 +197,8 @@ def _check(small: Any, shape: BigShape) -> None:
         raise UsageError(f"only Llama models without biases can be inflated, not {config.model_type!r}; inflate smollm2")
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") not in _ROPE_TYPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise UsageError(f"rotary embeddings of type {rope.get('rope_type')!r} cannot be inflated; allowed: {_ROPE_TYPES}")
+        allowed = ", ".join(sorted(_ROPE_TYPES))
+        raise UsageError(f"rotary embeddings of type {rope.get('rope_type')!r} cannot be inflated; allowed: {allowed}")
     big_group = shape.num_heads // shape.num_key_heads
     needed = {
         "hidden_size": config.hidden_size,
@@ -219,7 +217,7 @@ def _check(small: Any, shape: BigShape) -> None:
 
 
 def _check_memory(needed: int, device: torch.device) -> None:
-    """Refuse what would not fit into the host's memory; a GPU says so itself."""
+    """Refuse a model that would not fit into the host's memory; a GPU raises an error by itself."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -237,7 +235,7 @@ def _group(config: Any) -> int:
 
 
 def _head_size(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return key_shape(config)[1]
 
 
 def is_inflated(name: str) -> bool:
@@ -246,7 +244,7 @@ def is_inflated(name: str) -> bool:
 
 
 def parse_inflated(name: str) -> tuple[str, str]:
-    """Return the names of shape and source; the source is the bundled model if none is named."""
+    """Return the names of the shape and of the source, by default the bundled model."""
     _, _, rest = name.partition(":")
     shape, _, source = rest.partition(":")
     if not shape:
@@ -258,15 +256,15 @@ def parse_inflated(name: str) -> tuple[str, str]:
 
 
 def source_name(name: str) -> str:
-    """Return the model whose weights, and so whose distributions, a target has: itself, unless it is inflated."""
+    """Return the name of the model that a target takes its weights from: itself, unless it is inflated."""
     return parse_inflated(name)[1] if is_inflated(name) else name
 
 
 class InflatedModel(HFModel):
-    """A small model at the cost of a large one; features are the small model's, every product is the large one's.
+    """A small model at the cost of a large one.
 
-    Features are the small model's: padding is cut off, and put on again for the output head, whose product has the large
-    hidden size. So a feature head trained for the small model works on it unchanged. `hidden_size` is the small one.
+    Features are the small model's: padding is removed, and added again for the output head, which computes with the large
+    hidden size. So a feature head trained for the small model works unchanged. `hidden_size` is the small model's.
 
     Parameters
     ----------
@@ -292,20 +290,16 @@ class InflatedModel(HFModel):
         self.shape, self.source = shape, small.name
 
     @property
-    def num_parameters(self) -> int:
-        """Weights of the large model."""
-        return SHAPES.get(self.shape).num_parameters(self.vocab_size)
-
-    @property
     def note(self) -> str:
-        """What figures of such a target mean, in one line."""
+        """One line that says what figures of such a target mean."""
+        billions = SHAPES.get(self.shape).num_parameters(self.vocab_size) / 1e9
         return (
-            f"inflated: the weights of {self.source} inside a Llama of {self.num_parameters / 1e9:.1f}B parameters; texts and "
-            "acceptance are the small model's, times are the large one's"
+            f"inflated: the weights of {self.source} inside a Llama of {billions:.1f}B parameters; texts and acceptance are "
+            "the small model's, times are the large one's"
         )
 
     def start(self, batch_size: int, capacity: int) -> "InflatedContext":
-        """Open an empty memory, as large as the large model's."""
+        """Return an empty context, with the large model's cache."""
         return InflatedContext(self, batch_size, capacity)
 
     def head(self, features_RF: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The target's own network with its weights in int8, as a draft: nothing is trained, and nothing is read twice.
+"""An int8 copy of the target as its draft: no training, and no prefill or cache of its own.
 
-Its keys and values are so close to the target's that it reads and writes the target's own cache: no prefill, no second cache
-(`polydraft.draft.copy_source`). What it writes there is never kept: the target's pass overwrites all places of a round.
+Its keys and values are so close to the target's that it shares the target's cache (`polydraft.draft.copy_source`). Nothing that
+it writes there is kept: the target's pass overwrites all places of a round.
 """
 
 import copy
@@ -19,10 +19,10 @@ NAME = "int8"
 
 
 class Int8Copy(HFModel):
-    """An int8 copy of a target; embeddings, norms and biases are the target's own.
+    """An int8 copy of a target, which shares its embeddings, norms and biases.
 
-    The copy never follows later changes. If the target's owner changes weights, puts an adapter on or switches one, the copy
-    drafts as the target was before: fewer candidates are accepted, and texts are those of the target as it is now.
+    The copy does not follow later changes. If the target's owner changes weights or adds or switches adapters, the copy drafts
+    as before: fewer candidates are accepted, but texts follow the target as it is now.
 
     Parameters
     ----------
@@ -41,7 +41,7 @@ class Int8Copy(HFModel):
 
 
 def copy_bytes(model: Any) -> int:
-    """Return what a copy of a Hugging Face model takes: a byte for each weight of a linear layer."""
+    """Return the bytes that a copy of a Hugging Face model takes: one for each weight of a linear layer."""
     return sum(part.weight.numel() for part in model.modules() if type(part) is nn.Linear)
 
 
@@ -58,7 +58,7 @@ def copy_obstacle(target: Any) -> str | None:
     if target.spread is not None:
         return str(target.spread)
     if is_host(target.device):
-        return kernels_missing(target.device) if target.native else "its products are compiled code, which is switched off"
+        return kernels_missing(target.device) if target.native else "it needs compiled code, which is switched off"
     if target.dtype != torch.bfloat16 or target.lean is None or target.fast is None:
-        return "on a GPU it is for Llama-shaped models in bfloat16"
+        return "on a GPU it needs a Llama-shaped model in bfloat16"
     return None

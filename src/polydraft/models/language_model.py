@@ -1,4 +1,4 @@
-"""What the engine asks of a model, and the memory of a batch of texts in one."""
+"""The interface of models (`LanguageModel`) and of their caches (`Context`)."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -22,32 +22,55 @@ from polydraft.trees import Block, causal_block
 PREFILL_CHUNK = 512
 _SMALLEST_SPAN = 512
 Observer = Callable[[slice, Sequence[int], Sequence[int], Tensor], None]
-"""`(rows, starts, counts, features_BTF)`, of those rows alone: called with the features of texts while they are read."""
+"""Called while texts are read: `(rows, starts, counts, features_BTF)`, the features of those rows only."""
 
 
 def round_up(slots: int) -> int:
-    """Return the next power of two, so that few sizes serve for all lengths."""
+    """Round up to a power of two, so that a few sizes cover all lengths."""
     return max(1 << (slots - 1).bit_length(), _SMALLEST_SPAN)
 
 
 class Replaying(Protocol):
-    """Whatever captures passes and replays them: `polydraft.engine.graphs.GraphCache`."""
+    """Captures passes and replays them, as `polydraft.engine.graphs.GraphCache` does."""
 
     def run(self, kind: Hashable, function: Callable[..., Tensor], *inputs: Tensor) -> tuple[Tensor, bool]:
-        """Return `function(*inputs)`, and whether it was replayed; the next replay overwrites it."""
+        """Return `function(*inputs)`, and whether it was replayed. The next replay overwrites the result."""
         ...
 
 
-class Rows(ByRow):
-    """The rows of a batch and how long their texts are: committed tokens in slots `0 .. lengths[row]`, behind them the others.
+class Context(ByRow, ABC):
+    """The cache of one batch of texts: per row, committed tokens, and behind them places for uncommitted ones.
 
-    Rows may sleep: only the first `batch_size` of them are at work.
+    Row r has its committed tokens in slots `0 .. lengths[r]`. Uncommitted place u of a block is slot `lengths[r] + u`; slots
+    after that hold leftovers, which nothing attends to. Rows may sleep: only the first `batch_size` are in use. Subclasses
+    define what a slot stores (keys and values, or the tokens themselves) and compute the pass.
+
+    Parameters
+    ----------
+    owner : object
+        The model that this is a cache of.
+    cache : Storage
+        The slots.
     """
 
     ROW_STATE = ("lengths", "lengths_B", "positions_BS")
+    elastic: bool = False
+    """Whether the number of rows may change, see `resize`."""
+    borrows: bool = False
+    """Whether it stores nothing itself and reads the target's cache instead."""
+    always_moves: ClassVar[bool] = False
+    """Whether a commit must move tokens even if they are in the right places already."""
+    num_tokens: int | None = None
+    """Rows of the embedding table. A draft may lack padding rows that the target has."""
+    window: int | None = None
+    """How many positions a token sees, its own included; None for all."""
+    cache: Storage
 
-    def __init__(self, batch_size: int, capacity: int, device: torch.device) -> None:
-        self.capacity, self.device = capacity, device
+    def __init__(
+        self, owner: object, cache: Storage, batch_size: int, capacity: int, device: torch.device, max_positions: int | None
+    ) -> None:
+        self.owner, self.cache = owner, cache
+        self.capacity, self.device, self.max_positions = capacity, device, max_positions
         self.lengths = [0] * batch_size
         """Committed tokens per row, as the host last knew them; see `settle`."""
         self.lengths_B = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -55,90 +78,43 @@ class Rows(ByRow):
         self.positions_BS = torch.arange(capacity, device=device).repeat(batch_size, 1)
         """Position of the token in each slot."""
         self._numbers_B1 = torch.arange(batch_size, device=device)[:, None]
+        self.places = 0
+        """Most uncommitted tokens in a round. Set by the owner of the context, like `idle_slots` and `graphs`."""
+        self.idle_slots = 1
+        """Slots that a row without a text has memory for: rounds write there, too."""
+        self.span: int | None = None
+        """Slots that every pass sees; None for as many as the texts need. Captures need a fixed number."""
+        self.graphs: Replaying | None = None
+        """Captures the passes that read prompts, if set."""
 
     @property
     def batch_size(self) -> int:
-        """Rows at work."""
+        """Rows in use."""
         return len(self.lengths)
 
     @property
     def _rows_B1(self) -> Tensor:
-        """The number of each row at work, as an index."""
+        """The index of each row in use."""
         if self.batch_size > len(self._numbers_B1):
             self._numbers_B1 = torch.arange(self.batch_size, device=self.device)[:, None]
         return self._numbers_B1[: self.batch_size]
 
     def new_row(self, name: str) -> Tensor | int:
-        """Begin with no text, and each slot at its own position."""
+        """Start without text, each slot at its own position."""
         return torch.arange(self.capacity, device=self.device) if name == "positions_BS" else 0
 
     def settle(self, lengths: Sequence[int]) -> None:
-        """Tell the host how long the rows are after a commit, without waiting for the device."""
+        """Set the host's copy of the lengths after a commit, without a sync."""
         self.lengths = list(lengths)
 
     def advance(self, counts_B: Tensor) -> None:
-        """Keep the first `counts_B` uncommitted tokens of each row where they are."""
+        """Commit the first `counts_B` uncommitted tokens of each row in place."""
         self.lengths_B += counts_B
 
     def rewind(self, lengths: Sequence[int]) -> None:
         """Cut rows to the given numbers of committed tokens."""
         self.settle(lengths)
         assign(self.lengths_B, self.lengths)
-
-    def part(self, rows: slice) -> Self:
-        """Return some adjacent rows, which share their tensors; what the host knows of them is a copy."""
-        part = copy.copy(self)
-        part.lengths, part.lengths_B, part.positions_BS = self.lengths[rows], self.lengths_B[rows], self.positions_BS[rows]
-        return part
-
-    def reserve(self, capacity: int) -> None:
-        """Make room for at least `capacity` slots per row, keeping what is committed."""
-        whole_BS = self.every_row("positions_BS")
-        fresh_BS = torch.arange(self.capacity, capacity, device=self.device).repeat(len(whole_BS), 1)
-        self.positions_BS = self.keep_rows("positions_BS", torch.cat([whole_BS, fresh_BS], dim=1), self.batch_size)
-        self.capacity = capacity
-
-
-class Context(Rows, ABC):
-    """The memory of one batch of texts: what is committed, and behind it places for uncommitted tokens.
-
-    Uncommitted place u of a block is slot `lengths[row] + u`. Slots past that hold leftovers that are never attended to.
-    Subclasses define what a token stores (keys and values; the tokens themselves) and compute the pass.
-
-    Parameters
-    ----------
-    owner : object
-        The model whose memory it is.
-    cache : Storage
-        Slots of the texts.
-    """
-
-    elastic: bool = False
-    """Whether the number of rows may change, see `resize`."""
-    borrows: bool = False
-    """Whether it keeps nothing of a text but reads what the target's keeps."""
-    always_moves: ClassVar[bool] = False
-    """Whether even tokens in the right places must be moved to be kept."""
-    num_tokens: int | None = None
-    """Rows of the table that tokens are looked up in; a draft's may lack padding rows that the target's has."""
-    window: int | None = None
-    """How many positions a token sees, its own included; all where there is no number."""
-    cache: Storage
-
-    def __init__(
-        self, owner: object, cache: Storage, batch_size: int, capacity: int, device: torch.device, max_positions: int | None
-    ) -> None:
-        super().__init__(batch_size, capacity, device)
-        self.cache, self.max_positions = cache, max_positions
-        self.owner = owner
-        self.places = 0
-        """Most uncommitted tokens of a round, as its owner says."""
-        self.idle_slots = 1
-        """Slots that there is memory for in a row without a text, as its owner says: rounds write there, too."""
-        self.span: int | None = None
-        """Slots that every pass sees, where that must not follow the lengths; those in use otherwise."""
-        self.graphs: Replaying | None = None
-        """Captures passes that read prompts, where its owner lends one."""
 
     def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
         """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
@@ -148,23 +124,23 @@ class Context(Rows, ABC):
             return self._forward(placed.tokens_BT, placed.positions_BT, placed.slots_BT, self._visible(block, used))
 
     def used(self, block: Block) -> int:
-        """Return how many slots a pass over a block sees."""
+        """Return how many slots a pass over this block sees."""
         used = self.span or max(self.lengths) + block.stop
         assert max(self.lengths) + block.stop <= used <= self.capacity, (self.lengths, block.stop, used, self.capacity)
-        assert block.places_BT is None or not self.aligned, "tokens go to places that are not known only under a fixed span"
+        assert block.places_BT is None or not self.aligned, "places that only the device knows need a fixed span"
         return used
 
     def place(self, tokens_BT: Tensor, block: Block) -> Placed:
-        """Return where the tokens of a block go, and record their positions."""
+        """Return which slots the tokens of a block go to, and record their positions."""
         limits = {"max_positions": self.max_positions, "num_tokens": self.num_tokens, "window": self.window}
         return place(tokens_BT, block, self.lengths_B, self.positions_BS, **limits)
 
     @abstractmethod
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
-        """Store and compute T tokens per row; slot s is attended to where `visible_BTS` says so."""
+        """Store and compute T tokens per row; `visible_BTS` says which slots each attends to."""
 
     def _visible(self, block: Block, used: int) -> Tensor:
-        """Widen the block's own mask to all used slots: committed text is visible, leftovers are not."""
+        """Extend the block's mask to all used slots: committed text is visible, leftovers are not."""
         if self.aligned:
             committed_BTS = block.visible_BTU.new_ones(self.batch_size, block.size, self.lengths[0])
             return torch.cat([committed_BTS, block.visible_BTU], dim=-1)
@@ -175,27 +151,27 @@ class Context(Rows, ABC):
 
     @property
     def aligned(self) -> bool:
-        """Whether all rows are equally long, and a pass may make use of that."""
+        """Whether all rows are equally long and passes may rely on it."""
         return self.span is None and len(set(self.lengths)) == 1
 
     def fix_span(self, span: int | None = None) -> int:
-        """Let passes see so many slots, as many as wanted if not given, and return how many they are."""
+        """Fix how many slots passes see, `wanted_span()` by default, and return the number."""
         self.span = min(self.wanted_span() if span is None else span, self.capacity)
         return self.span
 
     def wanted_span(self, growth: int = 0) -> int:
-        """Return a number of slots for passes to see that serves for many rounds to come, after so much growth."""
+        """Return a span for rows that have grown by `growth` tokens, large enough to last for many rounds."""
         return min(round_up(max(self.lengths) + growth + self.places), self.capacity)
 
     def steady(self, growth: int) -> bool:
-        """Whether rows may grow by up to so many tokens, and the span that serves for them is the same however many it is."""
+        """Whether rows can grow by up to `growth` tokens without needing another span."""
         fits = max(self.lengths) + growth + self.places <= self.capacity
         return fits and self.wanted_span() == self.wanted_span(growth)
 
     def commit(self, places_BD: Tensor, counts_B: Tensor, *, in_place: bool = False) -> None:
-        """Keep the tokens in the first `counts_B` of `places_BD` as committed text, in that order; drop the rest.
+        """Commit the tokens in the first `counts_B` of `places_BD`, in that order, and drop the rest.
 
-        The caller may know that they are `in_place`: that the places are 0, 1, 2 and so on.
+        `in_place` says that the places are known to be 0, 1, 2 and so on.
         """
         if can_sync(counts_B) and not in_place and not self.always_moves:
             places_BD = places_BD[:, : int(counts_B.max())]
@@ -208,27 +184,28 @@ class Context(Rows, ABC):
         move_up(self.cache, self.lengths_B, places_BD, self.positions_BS)
 
     def rearrange(self, places_BD: Tensor) -> None:
-        """Move uncommitted tokens to the first uncommitted places, in that order; they stay uncommitted where they stand."""
+        """Move uncommitted tokens to the first uncommitted places, in that order; they stay uncommitted."""
         source_BD = self.lengths_B[:, None] + places_BD
         target_BD = self.lengths_B[:, None] + torch.arange(places_BD.shape[1], device=self.device)
         self.cache.move(source_BD, target_BD)
         self.positions_BS[self._rows_B1, target_BD] = self.positions_BS[self._rows_B1, source_BD]
 
     def keepable(self, lengths: Sequence[int]) -> list[int]:
-        """Return how many of so many committed tokens per row can be kept when it is cut there."""
+        """Return how many tokens rows have left if they are cut to these lengths."""
         return list(lengths)
 
     def prefill(self, texts: Sequence[Sequence[int]], observer: Observer | None = None) -> None:
-        """Append tokens known beforehand to each row's committed text, showing their features to the observer.
+        """Read known tokens at the end of each row's committed text, and pass their features to the observer.
 
-        Where some rows have texts already, those that have nothing to read take no part.
+        Once some rows have text, rows with nothing to read are skipped.
         """
-        self.span = None  # one that serves for rounds may be too narrow, and the next round fixes its own
-        for rows in _runs(texts) if self.divisible and (self.lent or any(self.lengths)) else [slice(0, self.batch_size)]:
-            # Where a row would be padded past the storage's end, or past what there is memory for, all read alone.
-            fits = not self.divisible or self.has_room(rows, max(map(len, texts[rows])))
-            for some in [rows] if fits else [slice(row, row + 1) for row in range(rows.start, rows.stop)]:
-                self._prefill(texts[some], some, observer)
+        self.span = None  # the span of rounds may be too narrow; the next round fixes a new one
+        skips = self.divisible and (self.lent or any(self.lengths))
+        for rows in _runs(texts) if skips else [slice(0, self.batch_size)]:
+            # If padding would take a row past the end of the storage, or past its memory, rows read one by one.
+            together = not self.divisible or self.has_room(rows, max(map(len, texts[rows])))
+            for part in [rows] if together else [slice(row, row + 1) for row in range(rows.start, rows.stop)]:
+                self._prefill(texts[part], part, observer)
 
     def _prefill(self, texts: Sequence[Sequence[int]], rows: slice, observer: Observer | None) -> None:
         """Read the texts of some adjacent rows."""
@@ -236,7 +213,7 @@ class Context(Rows, ABC):
         while (longest := max(len(text) for text in texts) - done) > 0:
             size = min(longest, PREFILL_CHUNK)
             parts = [list(text[done : done + size]) for text in texts]
-            # Rows that have nothing more to read are padded along, which may take them past what they need themselves.
+            # Rows that have read their whole text are padded meanwhile, which may take more slots than their own texts need.
             self.reserve(max(self.lengths[rows]) + size)
             features_BTF = self._read(parts, rows, size)
             starts = self.lengths[rows]
@@ -252,7 +229,7 @@ class Context(Rows, ABC):
         return self.part(rows).extend(tokens_BT, causal_block(len(parts), size, self.device))
 
     def lend(self, pool: Pool) -> None:
-        """Let rows take memory from a pool as they grow, if no pass touches other slots; to be said before there is storage."""
+        """Let rows take memory from a pool as they grow, if passes touch no other slots. Call this before storage exists."""
 
     @property
     def lent(self) -> bool:
@@ -260,10 +237,10 @@ class Context(Rows, ABC):
         return self.cache.pool is not None
 
     def open(self) -> None:
-        """Have storage from now on, where it is known before the first pass what that looks like."""
+        """Allocate storage now, if its shape is known before the first pass."""
 
     def has_room(self, rows: slice | Sequence[int], size: int) -> bool:
-        """Have memory for so many further tokens in each of some rows, if there is enough; return whether there is."""
+        """Reserve memory for `size` more tokens in each of these rows; return whether there was enough."""
         numbers = range(rows.start, rows.stop) if isinstance(rows, slice) else rows
         if max(self.lengths[row] for row in numbers) + size > self.capacity:
             return False
@@ -271,14 +248,15 @@ class Context(Rows, ABC):
 
     @property
     def divisible(self) -> bool:
-        """Whether there is storage, so that `part` can share it."""
+        """Whether there is storage for `part` to share."""
         return self.address != 0
 
     def part(self, rows: slice) -> Self:
-        """Return a context of some adjacent rows, which shares their storage; what the host knows of them is a copy."""
+        """Return a context of some adjacent rows that shares their storage; the host's lengths are copied."""
         if rows == slice(0, self.batch_size):
             return self
-        part = super().part(rows)
+        part = copy.copy(self)
+        part.lengths, part.lengths_B, part.positions_BS = self.lengths[rows], self.lengths_B[rows], self.positions_BS[rows]
         part.cache = self.cache.part(rows)
         return part
 
@@ -287,25 +265,29 @@ class Context(Rows, ABC):
         return (self.cache,)
 
     def swap_rows(self, first: int, second: int, used: int | None = None) -> None:
-        """Swap two rows, the second of which may sleep, with their committed texts."""
+        """Swap two rows and their committed texts; the second may be asleep."""
         lengths = self.every_row("lengths")
         super().swap_rows(first, second, max(lengths[first], lengths[second]))
 
     def reserve(self, capacity: int) -> None:
         """Make room for at least `capacity` slots per row, keeping what is committed."""
-        if capacity > self.capacity:
-            if captures(self.device):  # storage that stays put keeps captured rounds valid
-                capacity = round_up(capacity)
-            self._grow(capacity)
-            super().reserve(capacity)
+        if capacity <= self.capacity:
+            return
+        if captures(self.device):  # storage that stays put keeps captured rounds valid
+            capacity = round_up(capacity)
+        self._grow(capacity)
+        whole_BS = self.every_row("positions_BS")
+        fresh_BS = torch.arange(self.capacity, capacity, device=self.device).repeat(len(whole_BS), 1)
+        self.positions_BS = self.keep_rows("positions_BS", torch.cat([whole_BS, fresh_BS], dim=1), self.batch_size)
+        self.capacity = capacity
 
     def _grow(self, capacity: int) -> None:
         self.cache.grow(capacity)
 
     def adopt(self, other: "Context") -> bool:
-        """Take over the storage of a discarded context, before allocating any; return whether it fits.
+        """Take over the storage of a discarded context instead of allocating any; return whether it fits.
 
-        What it holds is forgotten, but stays there: `cache.wipe` where that may be NaNs.
+        Its content stays in memory, unused: call `cache.wipe` if it may hold NaNs.
         """
         if type(other) is not type(self) or other.owner is not self.owner or other.capacity < self.capacity:
             return False
@@ -314,11 +296,11 @@ class Context(Rows, ABC):
 
     @property
     def portable(self) -> bool:
-        """Whether committed text can be copied into rows of this and other memories of the model: slots are all there is."""
+        """Whether a row is nothing but slots, which can be copied between contexts of the same model."""
         return self.elastic and not self.borrows
 
     def paste(self, row: int, pieces: Pieces) -> None:
-        """Write copies of slots, and how many of each, into the first slots of a row; the caller commits them."""
+        """Write copied slots into the first slots of a row; the caller commits them."""
         length = sum(count for _, count in pieces)
         self.reserve(length + self.places)
         self.cache.paste(row, pieces, self.batch_size)
@@ -326,12 +308,12 @@ class Context(Rows, ABC):
 
     @property
     def address(self) -> int:
-        """Where the storage begins: it moves when it grows."""
+        """Where the storage begins; this changes when it grows."""
         return self.cache.address
 
     @property
     def nbytes(self) -> int:
-        """Bytes of storage, of rows at work or not."""
+        """Bytes of storage for all rows, in use or asleep."""
         return self.cache.nbytes
 
 
@@ -344,13 +326,13 @@ class LanguageModel(ABC):
     max_positions: int | None
     """Longest text the model can read; None for any length."""
     graph_obstacle: str | None = None
-    """Why passes cannot be captured in a CUDA graph; None if they can."""
+    """Why passes cannot be captured as CUDA graphs; None if they can."""
     shape_obstacle: str | None = None
-    """The same of passes over trees whose shapes the host does not know, or that rows do not share."""
+    """Why passes cannot be captured over trees whose shape only the device knows or that differ by row; None if they can."""
     leaves_out: bool = False
     """Whether a pass takes no time for tokens that its block does not keep."""
     vocabulary: PartialVocabulary | None = None
-    """Tokens that the columns of `head` stand for, where a draft does not know all of them."""
+    """Tokens that the columns of `head` stand for, if a draft knows only some."""
 
     @property
     def num_columns(self) -> int:
@@ -359,17 +341,17 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def start(self, batch_size: int, capacity: int) -> Context:
-        """Open an empty memory for `batch_size` texts with room for `capacity` slots each."""
+        """Return an empty context for `batch_size` texts with room for `capacity` slots each."""
 
     @abstractmethod
     def head(self, features_RF: Tensor) -> Tensor:
-        """Turn features, as `Context.extend` returns them, into logits `[R, V]`.
+        """Turn features from `Context.extend` into logits `[R, V]`.
 
-        Apart, because a walk visits few nodes of a tree: a large vocabulary's logits are needed only there.
+        A separate step, because walks visit few nodes of a tree and only these need the logits of a large vocabulary.
         """
 
     def mark(self) -> Hashable:
-        """Return a mark of the weights: memories and captures made under another mark are of no use."""
+        """Return a value that changes with the weights: contexts and captures made under another mark are stale."""
         return None
 
 
@@ -390,7 +372,7 @@ def check_prompts(prompts: Sequence[Sequence[int]], max_positions: int | None, v
 
 
 def _runs(texts: Sequence[Sequence[int]]) -> list[slice]:
-    """Return the longest runs of adjacent rows that have something to read."""
+    """Group the rows that have something to read into runs of adjacent ones."""
     runs: list[slice] = []
     for row, text in enumerate(texts):
         if text:

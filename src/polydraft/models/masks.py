@@ -1,4 +1,4 @@
-"""Attention masks in the form that a Hugging Face model takes: one mask, or one per kind of layer."""
+"""Attention masks as Hugging Face models take them: one for the whole model, or one per kind of layer."""
 
 from typing import Any
 
@@ -6,40 +6,40 @@ import torch
 from torch import Tensor
 
 from polydraft.models.families import CHUNKED, FULL, SLIDING, WHOLE_KINDS, attention_kinds, chunk_size
-from polydraft.models.odd.positions import ToldPositions
+from polydraft.models.odd.positions import PatchedPositions
 
 
 class Masks:
-    """Makes the masks of one model.
+    """Builds the masks of one model.
 
     Parameters
     ----------
     config : transformers.PreTrainedConfig
-        Of the language part.
+        The language part's configuration.
     window : int, optional
         Tokens that sliding layers see.
-    positions : ToldPositions, optional
-        What tells the model positions, and may bring masks along.
+    positions : PatchedPositions, optional
+        Passes positions to the model, and may pass masks too.
     recurrent : bool
         Whether some layers are recurrent.
     """
 
     def __init__(
-        self, config: Any, dtype: torch.dtype, window: int | None, positions: ToldPositions | None, recurrent: bool
+        self, config: Any, dtype: torch.dtype, window: int | None, positions: PatchedPositions | None, recurrent: bool
     ) -> None:
         self.kinds = attention_kinds(config)
-        """Kinds of attention, each with a mask of its own."""
+        """Kinds of attention, each with its own mask."""
         self._window, self._chunk, self._dtype = window, chunk_size(config), dtype
         self._positions, self._recurrent = positions, recurrent
         self._additive = config._attn_implementation == "eager"
 
     @property
     def all_visible(self) -> bool:
-        """Whether every token sees all of its text, so that a token alone needs no mask."""
+        """Whether tokens always see their whole text, so that a pass over one token needs no mask."""
         return self._window is None and self._chunk is None and self._positions is None
 
     def __call__(self, visible_BTS: Tensor, positions_BT: Tensor, slot_positions_BS: Tensor) -> Any:
-        """Return the mask in the form this model takes: a tensor, or one per kind of layer."""
+        """Return the mask that this model takes: a tensor, or one per kind of layer."""
         if self._positions is not None and self._positions.brings_masks:
             return self._positions.biased(visible_BTS, slot_positions_BS, self._dtype)
         masks: dict[str, Tensor] = {}

@@ -1,4 +1,4 @@
-"""What a model holds of the texts of a batch, and how it comes to hold others."""
+"""The texts that a model's context holds, and how they are replaced by others."""
 
 from collections.abc import Hashable, Iterable, Sequence
 from typing import TYPE_CHECKING
@@ -10,18 +10,18 @@ if TYPE_CHECKING:
     from polydraft.models.prefixes import Prefixes
 
 NO_TEXT: Sequence[int] = (0,)
-"""Stands for the text of a row that has none."""
+"""Placeholder for the text of an empty row."""
 
 
 class Memory(ByRow):
-    """Committed text of a batch in one model.
+    """The committed texts of a batch in one model's context.
 
     Parameters
     ----------
     behind : int
-        How many of a text's last tokens stay out, to be passed through the model in the next round.
+        How many of a text's last tokens are left out, because the next round passes them through the model.
     places : int
-        Uncommitted tokens a round may add.
+        Uncommitted tokens that a round may add.
     """
 
     ROW_STATE = ("_texts",)
@@ -37,7 +37,7 @@ class Memory(ByRow):
         return (self.context,)
 
     def new_row(self, name: str) -> Sequence[int]:
-        """Begin with no text."""
+        """Start without text."""
         return ()
 
     def align(
@@ -47,9 +47,9 @@ class Memory(ByRow):
         limits: Sequence[int] | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """Hold `texts` (less the last few tokens) and make room for them to grow to `longest` tokens.
+        """Read whatever is missing of `texts` (less their last tokens), with room for them to grow to `longest` tokens.
 
-        Of what is held already at most `limits` tokens per row are kept; the rest is read again, for the observer.
+        At most `limits` tokens per row are kept of what the rows hold already; the observer sees the others being read again.
         """
         self.context.reserve(longest + self.places)
         wanted = [text[: max(len(text) - self.behind, 0)] for text in texts]
@@ -63,18 +63,18 @@ class Memory(ByRow):
         self.context.prefill([text[length:] for text, length in zip(wanted, kept, strict=True)], observer)
 
     def recall(self, row: int, text: Sequence[int], space: Hashable, prefixes: "Prefixes") -> int:
-        """Hold in a row what is known of a text's beginning, and nothing else; return how many tokens that are."""
+        """Replace a row's text by as much of `text` as is stored in `prefixes`; return how many tokens that is."""
         known = prefixes.paste(self.context, row, space, text[: max(len(text) - self.behind, 0)])
         self._texts[row] = text[:known]
         self.context.rewind([known if one == row else length for one, length in enumerate(self.context.lengths)])
         return known
 
     def keep(self, row: int, space: Hashable, prefixes: "Prefixes", *, whole: bool) -> None:
-        """Keep a copy of what is held in a row for texts that begin alike, of whole blocks only or to its end."""
+        """Store a row's text in `prefixes` for texts with the same beginning, up to its end or only its `whole` blocks."""
         prefixes.keep(self.context, row, space, self._texts[row][: self.context.lengths[row]], whole=whole)
 
     def settle(self, texts: Sequence[Sequence[int]]) -> None:
-        """Record on the host what a round has committed."""
+        """Set the host's copy of the texts after a round has committed tokens."""
         self._texts = list(texts)
         self.context.settle(self._lengths(texts))
 
@@ -88,9 +88,9 @@ class Memory(ByRow):
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Count the tokens with which both texts begin."""
+    """Count the tokens that both texts start with."""
     shorter = min(len(first), len(second))
-    if first[:shorter] == second[:shorter]:  # nearly always, and compared outside Python
+    if first[:shorter] == second[:shorter]:  # the usual case, and fast: compared in C
         return shorter
     length = 0
     for one, other in zip(first, second, strict=False):

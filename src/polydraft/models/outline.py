@@ -1,6 +1,7 @@
-"""A model before its weights are read: sizes by its config.json or the header of its GGUF file, habits by a twin.
+"""What can be known of a model without reading its weights, for `polydraft info`.
 
-Everything here takes a second or two, whatever the model's size.
+Sizes come from its config.json or the header of its GGUF file, and a twin shows whether it works with trees. This takes a
+second or two, whatever the model's size.
 """
 
 import os
@@ -13,11 +14,9 @@ import torch
 from torch import nn
 
 from polydraft.errors import FailureError, UsageError, first_line
-from polydraft.models.bundled import BUNDLED, bundled_source
 from polydraft.models.check import working_twins
 from polydraft.models.families import context_limit, refuse_unsupported, scheme_of, text_config
-from polydraft.models.finding import hub_options
-from polydraft.models.gguf import gguf_source
+from polydraft.models.finding import hub_options, model_source
 from polydraft.models.gguf.architecture import Architecture
 from polydraft.models.gguf.conversion import Conversion
 from polydraft.models.gguf.folder import is_converted
@@ -40,16 +39,16 @@ from polydraft.models.quantised import quantise, refuse_twice
 
 @dataclass(frozen=True, eq=False)
 class Outline:
-    """What is known of a model whose weights were not read.
+    """A model whose weights were not read.
 
     Attributes
     ----------
     model : transformers.PreTrainedModel
-        On the meta device: all sizes, no numbers.
+        On the meta device: it has all sizes, but no weights.
     device, dtype : torch.device, torch.dtype
-        Where and in which number format it would run; int8 is for weights.
+        Where and in which number format it would run.
     source : Path, optional
-        Its GGUF file, if it is in one.
+        Its GGUF file, if it has one.
     """
 
     name: str
@@ -58,59 +57,59 @@ class Outline:
     dtype: torch.dtype
     source: Path | None = None
     architecture: Architecture | None = None
-    """Of a GGUF file."""
+    """The architecture in its GGUF file."""
 
     @property
     def model_type(self) -> str:
-        """Name that transformers has for models of its kind."""
+        """Its type, as transformers names it."""
         return str(text_config(self.model).model_type)
 
     @property
     def num_layers(self) -> int | None:
-        """How many layers it has, if it says so."""
+        """Number of layers, if the configuration has it."""
         found = getattr(text_config(self.model), "num_hidden_layers", None)
         return None if found is None else int(found)
 
     @property
     def num_weights(self) -> int:
-        """How many numbers it holds; those of tables that are shared count once."""
+        """Number of weights; shared tables count once."""
         return sum(parameter.numel() for parameter in self.model.parameters())
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens it knows."""
+        """Size of its vocabulary."""
         table = self.model.get_output_embeddings()
         return int(getattr(table, "out_features", None) or text_config(self.model).vocab_size)
 
     @property
     def max_positions(self) -> int | None:
-        """How many tokens a text may have."""
+        """Longest text that it can read; None for any length."""
         return context_limit(text_config(self.model))
 
     @property
     def scheme(self) -> str | None:
-        """What its weights are quantised by, if they are."""
+        """Name of the scheme that its weights are quantised by, if they are."""
         return scheme_of(self.model.config)
 
     @property
     def copy_bytes(self) -> int:
-        """What an int8 copy of it would take."""
+        """Bytes that an int8 copy of it would take."""
         return copy_bytes(self.model)
 
     @property
     def is_converted(self) -> bool:
-        """Whether a GGUF file was converted to this number format before."""
+        """Whether its GGUF file was already converted to this number format."""
         return self.source is not None and is_converted(self.source, self.dtype)
 
     def num_bytes(self, dtype: torch.dtype) -> int | None:
-        """Return what its weights take in a number format, in memory and, for GGUF files, on disk; None if unknown."""
+        """Return the bytes of its weights in a number format, in memory and, for GGUF files, on disk; None if unknown."""
         if self.source is not None and self.architecture is not None:
             return Conversion(self.source, self.architecture, dtype, SHARD_BYTES).num_bytes
         if self.scheme is not None:
             return sum(file.stat().st_size for file in Path(self.name).glob("*.safetensors")) or None
         if dtype != torch.int8:
             return self.num_weights * int(dtype.itemsize)
-        # A table that the output head shares stays beside its int8 form.
+        # If the output head shares the embedding table, that table is kept beside its int8 form.
         tables = {id(part) for part in self.model.get_input_embeddings().parameters()}
         rounded = {id(part.weight) for part in self.model.modules() if type(part) is nn.Linear} - tables
         in_float32: int = sum(part.numel() for part in self.model.parameters() if id(part) not in rounded)
@@ -118,12 +117,12 @@ class Outline:
 
     @cached_property
     def twin(self) -> HFModel | None:
-        """A small model that runs here as this one would; None where none could be made.
+        """A small model that behaves like this one; None if none could be made.
 
         Raises
         ------
         UsageError
-            That says why models of this kind cannot be used, as `polydraft.models.loading.load_model` would.
+            If models of this kind cannot be used, with the reason that `polydraft.models.loading.load_model` gives.
         """
         refuse_unsupported(self.model)
         if self.dtype == torch.int8:
@@ -133,14 +132,14 @@ class Outline:
             return None
         small = found.hf_model.to(self.device, torch.float32 if self.dtype == torch.int8 else self.dtype)
         twin = HFModel(quantise(small) if self.dtype == torch.int8 else small, self.name)
-        twin.quantised_by = self.scheme  # twins have numbers as they are
+        twin.quantised_by = self.scheme  # twins are not quantised
         return twin
 
 
 def _without_weights(name: str) -> Any:
-    """Return a model of transformers on the meta device, by a folder's config.json or a hub's.
+    """Return the model of a folder or hub name on the meta device, from its config.json.
 
-    Of a folder's weights it is only seen whether they are there.
+    If it is a folder, its weight files must exist; they are not read.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -154,19 +153,18 @@ def _without_weights(name: str) -> Any:
             return AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError) as error:
         raise cannot_load(name, name_obstacle(name, error)) from None
-    except Exception as error:  # whatever a class makes of sizes that do not fit each other
+    except Exception as error:  # sizes that do not fit each other raise anything
         raise FailureError(f"cannot load model {name!r} ({first_line(error)}); download or save it again") from None
 
 
 def outline(name: str, device: torch.device, dtype: torch.dtype) -> Outline:
-    """Look at a model by name: the bundled one, a folder, a GGUF file, or a name on the Hugging Face hub.
+    """Return the outline of a model by name: the bundled one, a folder, a GGUF file, or a hub name.
 
-    What is missing, cut short or no model is refused as `polydraft.models.loading.load_model` does.
+    Missing and incomplete files, and files that are not models, are refused as by `polydraft.models.loading.load_model`.
     """
     if is_inflated(name):
         raise UsageError(f"target {name!r} is a small model at a large one's cost, for benchmarks; name {source_name(name)}")
-    source = bundled_source() if name == BUNDLED else gguf_source(name)
-    if source is None:
+    if (source := model_source(name)) is None:
         return Outline(name, _without_weights(name), device, dtype)
     header = read_header(source)
     check_tokenizer(source, header)

@@ -1,4 +1,4 @@
-"""From the last hidden states of a Hugging Face model to logits."""
+"""The output head of a Hugging Face model, which turns its last hidden states into logits."""
 
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 
 def stands_alone(model: Any, device: torch.device) -> bool:
-    """Whether logits are the output head of the last hidden states, nothing more (no scaling, no soft cap)."""
+    """Whether logits are the output head's product with the last hidden states and nothing more (no scaling, no soft cap)."""
     if model.base_model is model:
         return False
     own = type(model).__module__.startswith("transformers.models.") and "forward" not in vars(model)
     if own and is_llama_shaped(model) and not has_hooks([model, model.base_model]):
-        return True  # known, and the passes below would read all weights twice
+        return True  # known without the passes below, which read all weights twice
     tokens_BT = torch.tensor([[0, 1]], device=device)
     logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits
     hidden_BTF = model.base_model(input_ids=tokens_BT, use_cache=False).last_hidden_state
@@ -30,7 +30,7 @@ def stands_alone(model: Any, device: torch.device) -> bool:
 
 
 class OutputHead:
-    """The output head of a model, or those of its rows that a draft knows.
+    """The output head of a model, or its rows for the tokens that a draft knows.
 
     Parameters
     ----------
@@ -38,12 +38,12 @@ class OutputHead:
         Compute the logits of these tokens only.
     """
 
-    def __init__(self, model: "HFModel", vocabulary: PartialVocabulary | None = None) -> None:
+    def __init__(self, model: "HFModel", vocabulary: PartialVocabulary | None) -> None:
         self._model = model
         self._part: tuple[Tensor, Tensor | None] | None = None
-        """Rows for `vocabulary`."""
+        """Weight and bias for the tokens of `vocabulary`."""
         self._product: Product | None = None
-        """A faster product with them than torch's."""
+        """A faster product than torch's."""
         if vocabulary is not None:
             table, tokens_D = self._table, vocabulary.tokens_D
             self._part = table.weight.detach()[tokens_D], None if table.bias is None else table.bias.detach()[tokens_D]
@@ -62,7 +62,7 @@ class OutputHead:
         return is_product(self._table)
 
     def __call__(self, hidden_RF: Tensor) -> Tensor:
-        """Return logits `[R, V]`, in float32 where compiled code computes them."""
+        """Return logits `[R, V]`, in float32 if compiled code computes them."""
         if self._product is not None and not torch.is_grad_enabled():
             return self._product(hidden_RF)
         if self._part is not None:
@@ -71,7 +71,7 @@ class OutputHead:
         return self.whole(hidden_RF)
 
     def whole(self, hidden_RF: Tensor) -> Tensor:
-        """Return the logits of all tokens by the model's own head."""
+        """Return the logits of all tokens, computed by the model's own head."""
         model, table = self._model, self._table
         if model.fast is not None and model.invariant and not torch.is_grad_enabled():
             return model.fast.product(hidden_RF, table.weight, table.bias).to(model.device)

@@ -1,4 +1,4 @@
-"""Embedding tables that stay quantised in the blocks of their file: a row is dequantised when it is looked up."""
+"""Embedding tables that stay quantised, as in their GGUF file: rows are dequantised when they are looked up."""
 
 import numpy as np
 import torch
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class PackedEmbedding(nn.Module):
-    """Takes the place of `torch.nn.Embedding`, with the same numbers in a fraction of the memory.
+    """Replaces `torch.nn.Embedding`: the same numbers in a fraction of the memory.
 
     Parameters
     ----------
@@ -15,7 +15,7 @@ class PackedEmbedding(nn.Module):
     kind : str
         Name of their format in the package `gguf`.
     table : torch.nn.Embedding
-        What it replaces; its weight is ignored.
+        The table it replaces; its weight is ignored.
     """
 
     def __init__(self, blocks_VX: Tensor, kind: str, table: nn.Embedding) -> None:
@@ -32,7 +32,7 @@ class PackedEmbedding(nn.Module):
         return self.rows(torch.arange(self.num_embeddings))
 
     def rows(self, tokens_R: Tensor) -> Tensor:
-        """Return some rows, dequantised."""
+        """Return the rows of some tokens, dequantised."""
         import gguf
 
         blocks_RX: np.ndarray[tuple[int, int], np.dtype[np.uint8]] = self.blocks_VX[tokens_R].numpy()
@@ -40,5 +40,5 @@ class PackedEmbedding(nn.Module):
         return torch.from_numpy(values).view(len(tokens_R), self.embedding_dim).to(self.dtype)
 
     def forward(self, tokens_X: Tensor) -> Tensor:
-        """Look tokens up."""
+        """Look up tokens of any shape."""
         return self.rows(tokens_X.flatten()).view(*tokens_X.shape, self.embedding_dim)

@@ -1,4 +1,4 @@
-"""Where a model runs and in which number format: one device, or several (layers on each, or slices of every layer)."""
+"""Where a model runs and in which number format: on one device, or spread over several by layers or slices of layers."""
 
 import importlib.util
 import os
@@ -12,13 +12,13 @@ from polydraft.errors import UsageError
 from polydraft.models.packed import PackedEmbedding
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
-"""By name; int8 stands for weights in int8 and all else in float32, on a CPU."""
+"""By name; int8 means weights in int8 and everything else in float32, on CPUs only."""
 TENSOR_PARALLEL = "tp"
 DEVICE_MAPS = ("auto", "balanced", "balanced_low_0", "sequential", TENSOR_PARALLEL)
 
 
 def resolve_device(name: str) -> torch.device:
-    """Turn a device name into a device that exists; ``"auto"`` prefers a GPU."""
+    """Turn a name into a device that exists; ``"auto"`` prefers a GPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -35,7 +35,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """Turn a dtype name into a dtype; ``"auto"`` is bfloat16 where the hardware computes in it, else float32."""
+    """Turn a name into a dtype; ``"auto"`` is bfloat16 if the hardware has instructions for it, otherwise float32."""
     if name == "auto":
         return torch.bfloat16 if not is_host(device) or cpu_computes_bfloat16() else torch.float32
     if name not in DTYPES:
@@ -46,12 +46,12 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def cpu_computes_bfloat16() -> bool:
-    """Whether this CPU has bfloat16 matrix instructions; emulated, bfloat16 is many times slower than float32."""
+    """Whether this CPU has bfloat16 matrix instructions; without them bfloat16 is many times slower than float32."""
     return not {"amx_bf16", "avx512_bf16", "bf16"}.isdisjoint(" ".join(cpu_facts().values()).split())
 
 
 def check_device_map(device_map: str | None, device: str) -> None:
-    """Refuse, before anything is loaded, what cannot be laid out."""
+    """Refuse a device map that cannot work, before anything is loaded."""
     if device_map is None:
         return
     if device_map not in DEVICE_MAPS:
@@ -68,20 +68,20 @@ def check_device_map(device_map: str | None, device: str) -> None:
 
 
 def is_follower() -> bool:
-    """Whether this process computes a slice of every layer for another one, which does all reading and writing."""
+    """Whether this process only computes its slices of a shared model; another one does all input and output."""
     return int(os.environ.get("WORLD_SIZE", "1")) > 1 and int(os.environ.get("RANK", "0")) > 0
 
 
 def is_shared() -> bool:
-    """Whether several processes compute one model."""
+    """Whether several processes compute one model together."""
     group = torch.distributed
     return group.is_available() and group.is_initialized() and group.get_world_size() > 1
 
 
 def agreed(value: Any) -> Any:
-    """Return what the first of several processes has; the value itself where there is one process alone.
+    """Return the first process's value if several processes share a model, otherwise the value itself.
 
-    Processes that share a model must decide alike: what depends on times, files or requests is the first one's to say.
+    Such processes must decide alike, so the first one decides whatever depends on times, files or requests.
     """
     if not is_shared():
         return value
@@ -92,12 +92,12 @@ def agreed(value: Any) -> Any:
 
 @cache
 def _by_host() -> Any:
-    """Return a group of all processes whose messages go from host to host, whatever tensors go by."""
+    """Return a group of all processes that exchanges messages by the CPU, whatever the backend for tensors is."""
     return torch.distributed.new_group(backend="gloo")
 
 
 def layout_options(device_map: str) -> dict[str, Any]:
-    """Return what `from_pretrained` takes for a device map."""
+    """Return the options of `from_pretrained` for a device map."""
     if device_map != TENSOR_PARALLEL:
         return {"device_map": device_map}
     from transformers import distributed
@@ -105,23 +105,23 @@ def layout_options(device_map: str) -> dict[str, Any]:
     options = getattr(distributed, "DistributedConfig", None)
     try:
         return {"distributed_config": options(tp_plan="auto")} if options is not None else {"tp_plan": "auto"}
-    except TypeError:  # an older release, whose configuration knows of experts only
+    except TypeError:  # an older release, whose configuration is about experts only
         return {"tp_plan": "auto"}
 
 
 def home_device(model: Any) -> torch.device:
-    """Return where a model takes its tokens: the device of its embeddings."""
+    """Return the device of a model's embeddings, where it takes its tokens."""
     embeddings = model.get_input_embeddings()
     if isinstance(embeddings, PackedEmbedding):
         return embeddings.blocks_VX.device
     device: torch.device = embeddings.weight.device
-    if embeddings.weight.is_meta:  # offloaded: accelerate fetches the weights to where it computes
+    if embeddings.weight.is_meta:  # offloaded: accelerate fetches the weights to the device that computes
         device = torch.device(getattr(getattr(embeddings, "_hf_hook", None), "execution_device", None) or "cpu")
     return device
 
 
 def spread_obstacle(model: Any) -> str | None:
-    """Return why a model is not all in one place, and its passes cannot be captured or rearranged; None if it is."""
+    """Return why a model is not in one place, so that its passes cannot be captured or replaced; None if it is."""
     devices = {parameter.device for parameter in model.parameters()}
     if (getattr(model, "_tp_size", None) or 1) > 1 or any(type(part).__name__ == "DTensor" for part in model.parameters()):
         return "the model is split over several processes"

@@ -1,4 +1,4 @@
-"""Where the tokens of a pass go in the memory of a batch."""
+"""Which slots the tokens of a pass go to."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ from polydraft.trees import Block
 
 @dataclass(frozen=True, eq=False)
 class Placed:
-    """The tokens of a block in the memory of a batch."""
+    """The tokens of a block, their positions and their slots."""
 
     tokens_BT: Tensor
-    """Where no token was drawn, some token that the model has."""
+    """Nodes without a token get some token that the model knows."""
     positions_BT: Tensor
     slots_BT: Tensor
     starts_BT: Tensor | None
-    """First position that each token sees, where a window says so."""
+    """First position that each token sees; None without a window."""
 
 
 @operation
@@ -31,9 +31,9 @@ def place(
     num_tokens: int | None,
     window: int | None,
 ) -> Placed:
-    """Return where the tokens of a block go, and put their positions down in `slot_positions_BS`.
+    """Return which slots the tokens of a block go to, and write their positions into `slot_positions_BS`.
 
-    Tokens past the position limit can only lead to text past it, which the engine cuts off: they stay at the last position.
+    Tokens past the position limit get the last position: the engine cuts off whatever text they lead to.
     """
     positions_BT = lengths_B[:, None] + block.depths_BT
     if max_positions is not None:

@@ -1,4 +1,4 @@
-"""Beginnings of texts that later texts share: copies of what memories hold of them, found by their tokens."""
+"""A cache of prefixes: copies of what contexts hold of texts, found by their tokens."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
@@ -11,18 +11,18 @@ from polydraft.models.memory import common_prefix
 from polydraft.models.storage import Copies
 
 BLOCK = 64
-"""Tokens that are copied together; the last ones of a text may be fewer."""
+"""Tokens per block; the last block of a text may be shorter."""
 
 
 @dataclass(eq=False, slots=True)
 class _Piece:
-    """Some tokens behind others, and what a memory holds of them."""
+    """A node of the tree: a block of tokens and what a context holds of it."""
 
     tokens: list[int] = field(default_factory=list)
     copies: Copies = field(default_factory=dict)
     above: "_Piece | None" = None
     below: dict[int, list["_Piece"]] = field(default_factory=dict)
-    """What may follow, by its first token; nothing follows less than a whole block."""
+    """Known continuations by their first token. Only whole blocks have any."""
 
     @property
     def nbytes(self) -> int:
@@ -30,13 +30,14 @@ class _Piece:
 
 
 class Prefixes:
-    """Copies of what memories hold of texts, to be copied into the row of a text that begins alike.
+    """A cache of prefixes, to be copied into the row of a text with the same beginning.
 
-    Texts are cut into blocks, which form a tree: whoever walks down it by the tokens of a text finds the longest beginning that
-    any memory of the same model has read. When there is no room the least recently used blocks go, those at the ends of texts
-    before those that others stand on.
+    Texts are cut into blocks, which form a tree: walking down it by the tokens of a text finds the longest prefix that any
+    context of the same model has read. At the limit, the least recently used blocks are dropped, children before their
+    parents.
 
-    Each memory keeps its own: a target's beginnings serve whatever drafts for it. Texts share within a *space* only.
+    Target and draft have separate prefixes, so those of a target serve with any draft. Texts share prefixes only within a
+    *space*.
 
     Parameters
     ----------
@@ -47,19 +48,19 @@ class Prefixes:
     def __init__(self, most: int) -> None:
         self.most = most
         self.nbytes = 0
-        """Bytes that they take."""
+        """Bytes that the copies take."""
         self._roots: dict[Hashable, _Piece] = {}
-        """Where texts begin, by model and space."""
+        """The root of each tree, by model and space."""
         self._recent: OrderedDict[_Piece, None] = OrderedDict()
-        """All pieces, the least recently used first. A piece is always followed by the one above it."""
+        """All pieces, the least recently used first. Parents come after their children."""
 
     def known(self, context: Context, space: Hashable, text: Sequence[int]) -> int:
-        """Return how many of a text's first tokens can be copied into such a memory."""
+        """Return how many of a text's first tokens could be pasted into this context."""
         return sum(count for _, count in self._path(context, space, list(text)))
 
     def paste(self, context: Context, row: int, space: Hashable, text: Sequence[int]) -> int:
-        """Copy as much of a text's beginning as there is into the first slots of a row; return how many slots that are."""
-        if context.borrows:  # it knows whatever the target does
+        """Copy the longest known prefix of a text into the first slots of a row; return its length."""
+        if context.borrows:  # it reads the target's cache
             return len(text)
         path = list(self._path(context, space, list(text)))
         known = sum(count for _, count in path)
@@ -69,7 +70,7 @@ class Prefixes:
         return known
 
     def keep(self, context: Context, row: int, space: Hashable, text: Sequence[int], *, whole: bool) -> None:
-        """Keep copies of what the first slots of a row hold, of this text; of `whole` blocks only, or to its end."""
+        """Store copies of this text from the first slots of a row, up to its end or only its `whole` blocks."""
         if not context.portable:
             return
         stop = len(text) // BLOCK * BLOCK if whole else len(text)
@@ -82,16 +83,14 @@ class Prefixes:
             if found is None:
                 try:
                     found = _Piece(tokens, context.cache.copied(row, start, start + len(tokens)), piece)
-                except torch.OutOfMemoryError:  # what rounds need comes first
+                except torch.OutOfMemoryError:  # rounds need the memory more
                     self.clear()
                     return
                 for shorter in [one for one in beside if tokens[: len(one.tokens)] == one.tokens]:
                     self._drop(shorter)
                 if not self._makes_room(found.nbytes, path):
                     break
-                piece.below.setdefault(tokens[0], []).append(found)
-                self._recent[found] = None
-                self.nbytes += found.nbytes
+                self._add(found)
             path.append(found)
             piece = found
         self._touch(path)
@@ -103,7 +102,7 @@ class Prefixes:
         self.nbytes = 0
 
     def _path(self, context: Context, space: Hashable, text: list[int]) -> Iterator[tuple[_Piece, int]]:
-        """Yield the pieces of a text's longest known beginning, and how many tokens of each are the text's."""
+        """Yield the pieces of a text's longest known prefix, and how many tokens of each match the text."""
         piece, place = self._roots.get((context.owner, space)), 0
         while piece is not None and place < len(text):
             part = text[place : place + BLOCK]
@@ -116,12 +115,12 @@ class Prefixes:
             place += count
 
     def _touch(self, path: Sequence[_Piece]) -> None:
-        """Note the use of a text's pieces, the first of them last."""
+        """Mark a text's pieces as used, the first of them as the most recent."""
         for piece in reversed(path):
             self._recent.move_to_end(piece)
 
     def _makes_room(self, nbytes: int, path: Sequence[_Piece]) -> bool:
-        """Drop what was not used for longest, but for the pieces of a text; return whether so much more fits then."""
+        """Drop the least recently used pieces, but none of `path`, until `nbytes` more fit; return whether they do."""
         while self._recent and self.nbytes + nbytes > self.most:
             oldest = next(iter(self._recent))
             if oldest in path:
@@ -129,8 +128,14 @@ class Prefixes:
             self._drop(oldest)
         return self.nbytes + nbytes <= self.most
 
+    def _add(self, piece: _Piece) -> None:
+        assert piece.above is not None
+        piece.above.below.setdefault(piece.tokens[0], []).append(piece)
+        self._recent[piece] = None
+        self.nbytes += piece.nbytes
+
     def _drop(self, piece: _Piece) -> None:
-        assert piece.above is not None and not piece.below, "what others stand on is used whenever they are"
+        assert piece.above is not None and not piece.below, "children must be dropped before their parents"
         beside = piece.above.below[piece.tokens[0]]
         beside.remove(piece)
         if not beside:

@@ -1,7 +1,7 @@
-"""Models with weights in int8: a quarter of float32's reading, half of bfloat16's, products by compiled code.
+"""Models with weights in int8, which compiled code multiplies by: they read a quarter of float32's bytes, half of bfloat16's.
 
-Each row of a weight is scaled by its largest number, each token's input, in 15 bits, by its own. Embeddings and norms stay as
-they are. The target is then this model: generation is exact with respect to it, as for every other dtype.
+Each row of a weight is scaled by its largest number, and each token's input, rounded to 15 bits, by its own. Embeddings and
+norms stay as they are. Generation is exact with respect to this quantised model, as it is for every dtype.
 """
 
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from polydraft.models.families import quantised_by
 from polydraft.operations import operation
 
 PADDING = 64
-"""On a CPU, rows of int8 weights are filled up with zeros to a multiple of this."""
+"""On a CPU, rows of int8 weights are padded with zeros to a multiple of this."""
 
 
 def rounded(weight_FX: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a weight in int8, its rows filled up with zeros, and what one step of each row is worth.
+    """Return a weight in int8, its rows padded with zeros, and the scale of each row.
 
-    Each row is scaled by its largest number; the rest of the row is rounded to 127 steps.
+    The largest number of each row becomes 127; the others are rounded to whole steps.
     """
     rows, columns = weight_FX.shape
     least_F, most_F = weight_FX.aminmax(dim=1)
     scales_F = torch.maximum(-least_F, most_F).float() / 127
     steps_FX = (weight_FX.float() / scales_F.clamp(min=torch.finfo(torch.float32).tiny)[:, None]).round_()
-    if not bool(scales_F.isfinite().all()):  # NaN has no step; the scale carries it on
+    if not bool(scales_F.isfinite().all()):  # int8 has no NaN; the scale carries it on
         steps_FX.nan_to_num_(0, 0, 0)
     padding = -columns % PADDING if weight_FX.is_cpu else 0
     data_FX = torch.zeros(rows, columns + padding, dtype=torch.int8, device=weight_FX.device)
@@ -39,18 +39,18 @@ def rounded(weight_FX: Tensor) -> tuple[Tensor, Tensor]:
 
 @operation
 def multiply_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: Tensor | None) -> Tensor:
-    """Return the products, in float32, of inputs with a `rounded` weight."""
+    """Return the products of inputs with a `rounded` weight, in float32."""
     weight_FX = data_FX[:, : input_RX.shape[1]] * scales_F[:, None]
     return functional.linear(input_RX.float(), weight_FX, None if bias_F is None else bias_F.float())
 
 
 class Int8Linear(nn.Module):
-    """A linear layer with its weight in int8; takes the place of `torch.nn.Linear`.
+    """A linear layer with its weight in int8, which replaces a `torch.nn.Linear`.
 
     Parameters
     ----------
     held : tuple of Tensor, optional
-        The weight, `rounded` already; otherwise that of the layer is.
+        The weight if it is `rounded` already; by default the layer's weight is rounded.
     """
 
     def __init__(self, linear: nn.Linear, held: tuple[Tensor, Tensor] | None = None) -> None:
@@ -62,7 +62,7 @@ class Int8Linear(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """What the steps are worth, in float32; made anew at every call."""
+        """The weight in float32, dequantised at every call."""
         data_FX, scales_F = self.held
         return data_FX[:, : self.in_features] * scales_F[:, None]
 
@@ -80,7 +80,7 @@ class Int8Weight:
     data_FX: Tensor
     scales_F: Tensor
     num_inputs: int
-    """Columns that are no padding."""
+    """Columns without the padding."""
 
 
 class Int8Body:
@@ -99,7 +99,7 @@ class Int8Layer(FusedLayer[Int8Weight]):
 
 
 def _side_by_side(linears: list[Int8Linear]) -> tuple[Int8Weight, Tensor | None]:
-    """Return several weights and biases as one of each; the layers go on as views of it."""
+    """Join several weights and biases into one of each; the layers become views of them."""
     data_FX, scales_F = (_joined([linear.held[place] for linear in linears]) for place in range(2))
     start = 0
     for linear in linears:
@@ -116,7 +116,7 @@ def _joined(tensors: list[Tensor]) -> Tensor:
 
 
 def is_int8_llama(model: Any) -> bool:
-    """Whether a model is in int8, and has the layers that `Int8Body` understands; hooks and adapters work on the modules."""
+    """Whether a model is in int8 and `Int8Body` can run it: Llama-shaped, without hooks or adapters."""
     if not (is_quantised(model) and is_llama_shaped(model)):
         return False
     body = model.base_model
@@ -124,7 +124,7 @@ def is_int8_llama(model: Any) -> bool:
 
 
 def kernels_missing(device: torch.device | None = None) -> str | None:
-    """Return why nothing multiplies by int8 faster than by float32; None if something does."""
+    """Return why int8 products would not be faster than float32 ones; None if they are."""
     one_11 = torch.ones(1, 1, device=device)
     if multiply_int8.chosen(one_11, *rounded(one_11), None) is None:
         return "int8 needs native kernels, which are off or cannot be built here"
@@ -132,13 +132,13 @@ def kernels_missing(device: torch.device | None = None) -> str | None:
 
 
 def refuse_without_kernels(device: torch.device | None = None) -> None:
-    """Refuse int8 where nothing multiplies by it faster than by float32."""
+    """Refuse int8 where its products would not be faster than float32 ones."""
     if (reason := kernels_missing(device)) is not None:
         raise UsageError(f"dtype {reason}; install a C compiler, or use float32")
 
 
 def refuse_twice(scheme: str | None) -> None:
-    """Refuse int8 for weights that a scheme has quantised already."""
+    """Refuse int8 for weights that are quantised already."""
     if scheme is not None:
         raise UsageError(
             f"dtype int8 does not work with weights that are quantised by {scheme} already; use float32 or bfloat16"
@@ -146,13 +146,13 @@ def refuse_twice(scheme: str | None) -> None:
 
 
 def quantise(model: Any, keep: bool = False) -> Any:
-    """Put every linear layer of a model, its output head included, into int8, one by one, so that memory falls as it goes.
+    """Convert all linear layers of a model to int8, the output head included, freeing each weight once it is converted.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
     keep : bool
-        Leave the original weights in place: another model uses them too.
+        Do not free the original weights, because another model uses them too.
 
     Returns
     -------

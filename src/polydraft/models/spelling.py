@@ -1,4 +1,4 @@
-"""What the tokens of a tokenizer spell, as bytes, so that tokens of different tokenizers can be compared."""
+"""The bytes that a tokenizer's tokens spell, so that tokens of different tokenizers can be compared."""
 
 import re
 from collections.abc import Collection
@@ -14,21 +14,21 @@ _STEP = re.compile(r'"type":\s*"(\w+)"')
 
 @dataclass(frozen=True)
 class Spelling:
-    """What each token spells.
+    """The bytes of each token of a vocabulary.
 
-    Byte-level vocabularies write a token in an alphabet of bytes (a space is Ġ), those of SentencePiece write it as text with ▁
-    for a space, and bytes that are no text as <0x0A>.
+    Byte-level vocabularies write tokens in an alphabet with a letter per byte (a space is Ġ). SentencePiece writes them as text
+    with ▁ for spaces, and single bytes as <0x0A>.
     """
 
     bytes_of: dict[int, bytes]
-    """Of all tokens; special ones spell their names."""
+    """Bytes of all tokens; special ones spell their names."""
     special: dict[str, int]
-    """Tokens that no text has, such as those for its end."""
+    """Tokens that are not text, such as end-of-text tokens, by name."""
     stand_ins: frozenset[int]
-    """Tokens for bytes that SentencePiece uses only where it has no other token for a character."""
+    """Tokens for single bytes, which SentencePiece uses only for characters without a token."""
 
     def tokens(self) -> dict[bytes, int]:
-        """Return the token that texts use for each byte string, special tokens left out."""
+        """Return the token that tokenizers use for each byte string, without special tokens."""
         found: dict[bytes, int] = {}
         special = set(self.special.values())
         for token, spelled in self.bytes_of.items():
@@ -38,7 +38,7 @@ class Spelling:
 
 
 def spelling_of(tokenizer: Any, name: str) -> Spelling:
-    """Return what the tokens of a model's tokenizer spell; refuses tokenizers that do not say it."""
+    """Return what the tokens of a model's tokenizer spell; refuse tokenizers of unknown kinds."""
     byte_level = is_byte_level(tokenizer)
     if not byte_level and not {"ByteFallback", "Metaspace"} & _decoders(tokenizer):
         raise UsageError(
@@ -56,28 +56,28 @@ def spelling_of(tokenizer: Any, name: str) -> Spelling:
 
 
 def is_byte_level(tokenizer: Any) -> bool:
-    """Whether tokens are spelled in one character per byte."""
+    """Whether tokens are written with one character per byte."""
     return "ByteLevel" in _decoders(tokenizer)
 
 
 def falls_back(tokenizer: Any) -> bool:
-    """Whether some tokens are single bytes, spelled <0x0A>."""
+    """Whether there are tokens for single bytes, written <0x0A>."""
     return "ByteFallback" in _decoders(tokenizer)
 
 
 def _decoders(tokenizer: Any) -> set[str]:
-    """Return the steps by which tokens become text."""
+    """Return the types of the tokenizer's decoders."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
     return set() if decoder is None else set(_STEP.findall(decoder.__getstate__().decode()))
 
 
 def is_single_byte(token: str) -> bool:
-    """Whether a token is spelled as a byte, such as <0x0A>."""
+    """Whether a token is written as a byte, such as <0x0A>."""
     return _BYTE.fullmatch(token) is not None
 
 
 def spelled(token: str, byte_level: bool) -> bytes:
-    """Return what a token that is not special spells."""
+    """Return the bytes of a token that is not special."""
     if byte_level:
         numbers = [_numbers().get(letter) for letter in token]
         return token.encode() if None in numbers else bytes(number for number in numbers if number is not None)
@@ -99,9 +99,9 @@ def byte_letters() -> tuple[str, ...]:
 
 
 def shared_tokens(ours: Spelling, theirs: Spelling, our_ends: Collection[int], their_ends: Collection[int]) -> dict[int, int]:
-    """Return which token of theirs is each of ours: those that spell the same, and special ones of the same name.
+    """Map our tokens to theirs: those that spell the same, and special ones with the same name.
 
-    Where no end of text is among them, our first one is their first one, if both have any.
+    If none of our end-of-text tokens is mapped, our first one is mapped to their first one.
     """
     known = theirs.tokens()
     found = {token: known[spelled] for spelled, token in ours.tokens().items() if spelled in known}

@@ -1,4 +1,4 @@
-"""A model whose next-token distribution is a table: exact distributions for tests and teaching, no network."""
+"""A model whose next-token distributions are a table: known exactly, for tests and teaching."""
 
 import copy
 from typing import Any, Self
@@ -12,13 +12,13 @@ from polydraft.models.storage import Copies, Pieces, Storage
 
 
 class TabularModel(LanguageModel):
-    """An n-gram model given by its table of logits.
+    """An n-gram model defined by its table of logits.
 
     Parameters
     ----------
     logits : Tensor
-        Shape `[V] * order + [V]`: logits of the next token, indexed by the last `order` tokens, oldest first. Before
-        the text began there is token 0.
+        Shape `[V] * order + [V]`: logits of the next token, indexed by the last `order` tokens, oldest first. Texts are
+        preceded by tokens 0.
     """
 
     def __init__(self, logits: Tensor, name: str = "tabular", max_positions: int | None = None) -> None:
@@ -26,30 +26,30 @@ class TabularModel(LanguageModel):
         self.vocab_size = logits.shape[-1]
         self.order = logits.dim() - 1
         self.logits_XV = logits.reshape(-1, self.vocab_size)
-        """The table, one row for each text of `order` tokens."""
+        """The table, with one row per sequence of `order` tokens."""
 
     @classmethod
-    def random(cls, vocab_size: int, order: int, seed: int, sharpness: float = 1.6, name: str = "tabular") -> "TabularModel":
-        """Make a random table; the default sharpness gives distributions of about 2.7 nats at 32 tokens, 2.5 about 2 nats."""
+    def random(cls, vocab_size: int, order: int, seed: int, sharpness: float = 1.6) -> "TabularModel":
+        """Make a random table. With 32 tokens, sharpness 1.6 gives an entropy of about 2.7 nats, and 2.5 about 2 nats."""
         generator = torch.Generator().manual_seed(seed)
         shape = [vocab_size] * (order + 1)
-        return cls(sharpness * torch.randn(shape, generator=generator, dtype=torch.float64), name)
+        return cls(sharpness * torch.randn(shape, generator=generator, dtype=torch.float64))
 
     def mixed_with(self, other: "TabularModel", share: float) -> "TabularModel":
-        """Blend logits with another table of the same shape: a draft that agrees with this model in part."""
+        """Blend the logits with those of another table of the same shape, for a draft that partly agrees with this model."""
         logits_XV = share * self.logits_XV + (1 - share) * other.logits_XV
         return TabularModel(logits_XV.reshape([self.vocab_size] * (self.order + 1)), name="tabular-draft")
 
     def start(self, batch_size: int, capacity: int) -> "TabularContext":
-        """Open an empty memory."""
+        """Return an empty context."""
         return TabularContext(self, batch_size, capacity)
 
     def head(self, features_RF: Tensor) -> Tensor:
-        """Return the features: they are logits."""
+        """Return the features, which are logits already."""
         return features_RF
 
     def logits_after(self, text: list[int]) -> Tensor:
-        """Return the next token's logits after `text`, without any of the machinery under test."""
+        """Return the next token's logits after `text`, for tests: no context, mask or tree is involved."""
         recent = ([0] * self.order + text)[-self.order :]
         index = 0
         for token in recent:
@@ -57,7 +57,7 @@ class TabularModel(LanguageModel):
         return self.logits_XV[index]
 
     def look_up(self, recent_BTO: Tensor) -> Tensor:
-        """Return logits after the last `order` tokens, oldest first."""
+        """Return the logits that follow the last `order` tokens, which come oldest first."""
         index_BT = torch.zeros_like(recent_BTO[..., 0])
         for position in range(self.order):
             index_BT = index_BT * self.vocab_size + recent_BTO[..., position]
@@ -65,7 +65,7 @@ class TabularModel(LanguageModel):
 
 
 class TabularContext(Context):
-    """The tokens themselves, found through mask and positions only, so that errors in either show."""
+    """Stores the tokens themselves and finds them by mask and positions only, so that errors in either show."""
 
     elastic = True
     cache: "TokenSlots"
@@ -90,7 +90,7 @@ class TabularContext(Context):
 
 
 class TokenSlots(Storage):
-    """Slots that hold the tokens themselves."""
+    """Slots that hold tokens."""
 
     ROW_STATE = ("tokens_BS",)
 
@@ -118,7 +118,7 @@ class TokenSlots(Storage):
         self.tokens_BS = self.keep_rows("tokens_BS", grown_BS, len(self.tokens_BS))
 
     def part(self, rows: slice) -> Self:
-        """Return some adjacent rows, which share the storage."""
+        """Return some adjacent rows, sharing the storage."""
         part = copy.copy(self)
         part.tokens_BS = self.tokens_BS[rows]
         return part
@@ -128,7 +128,7 @@ class TokenSlots(Storage):
         return {"tokens": self.tokens_BS[row, start:stop].clone()}
 
     def paste(self, row: int, pieces: Pieces, rows: int) -> None:
-        """Write copies of slots, and how many of each, into the first slots of a row."""
+        """Write copied slots into the first slots of a row."""
         done = 0
         for copies, count in pieces:
             self.tokens_BS[row, done : done + count] = copies["tokens"][:count]
@@ -141,5 +141,5 @@ class TokenSlots(Storage):
         """Do nothing: tokens are never NaN."""
 
     def adopt(self, other: Any, rows: int) -> bool:
-        """Return False: there is nothing to gain."""
+        """Return False: reusing the storage would gain nothing."""
         return False

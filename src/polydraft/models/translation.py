@@ -1,8 +1,8 @@
-"""Drafts whose tokenizer is not the target's: which tokens both have, and how the draft reads the target's text.
+"""Drafts whose tokenizer is not the target's: which tokens they share, and how the draft reads the target's text.
 
-Token-level intersection [1]_: the draft reads the text as its own tokenizer writes it, and proposes only tokens that both
-have. Its distribution over these, renormalised, depends on the text alone, so every verifier is exact. (In transformers each
-new token is tokenized by itself; here the text is tokenized as a whole, as the draft has learnt it.)
+Token-level intersection [1]_: the draft reads the text in its own tokens, and proposes only tokens that both have. Its
+distribution over these, renormalised, depends on the text alone, so every verifier stays exact. (transformers tokenizes each
+new token by itself; here the text is tokenized as a whole, as in the draft's training.)
 
 References
 ----------
@@ -31,46 +31,48 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("polydraft.models.loading")
 LEAST_SHARE = 0.05
-"""Of the target's tokens, how many a draft must share: with fewer it proposes hardly anything but single characters."""
+"""Share of the target's tokens that a draft must have: with fewer, it proposes little more than single characters."""
 _MOST_OTHERS = 64
-"""Tokens of a tokenizer for each one that the other may lack, where numbers are the same."""
+"""Two vocabularies count as the same if at most one token in this many is missing from either."""
 _LEAST_TEXT = 2
-"""Tokens of a text for the draft: a shorter one would be a case of its own."""
+"""Least tokens of a text for the draft, so that shorter ones need no special treatment."""
 _LINE = "\n"
 _BROKEN = re.compile("([\udc80-\udcff]+)")
-"""Bytes that are no text, as Python decodes them."""
+"""Bytes that are not valid UTF-8, as Python's surrogateescape decodes them."""
 
 
 @dataclass(frozen=True)
 class Translated:
-    """A text in the draft's tokens, and the beginning of it that stays so however the text goes on."""
+    """A text in the draft's tokens, and the part of it that stays the same however the text continues."""
 
     ids: Sequence[int] = ()
     sure: Sequence[int] = ()
     """The target's tokens up to the last place where the text was cut."""
     sure_ids: Sequence[int] = ()
+    """The draft's tokens for these."""
     anchor: str = ""
-    """The text just before the rest, which tokenizers look at."""
+    """The text just before the cut, which the tokenization of the rest depends on."""
 
 
 class Translation:
-    """Turns texts of a target's tokens into a draft's.
+    """Translates texts from the target's tokens to the draft's.
 
-    A text is tokenized in pieces, so that few are to be done again when it grows. It is cut where no tokenizer joins anything:
-    at special tokens, and after the end of a line that stands alone among white space. The result depends on the text alone.
+    A text is tokenized in pieces, so that little has to be done again when it grows. It is cut where no tokenizer joins
+    anything: at special tokens, and after line breaks without other white space around them. The result depends on the text
+    alone.
 
     Parameters
     ----------
     spelled : mapping
-        What each of the target's tokens spells.
+        The bytes of each of the target's tokens.
     atoms : mapping
-        The draft's token for those that are special, and its name.
+        For each special token of the target that the draft shares, the draft's token and its name.
     tokenizer : transformers.PreTrainedTokenizerFast
         The draft's.
     byte_ids : mapping
-        The draft's tokens for single bytes: of characters that are not whole yet.
+        The draft's tokens for single bytes, used for incomplete characters.
     first : int, optional
-        The target's token for the beginning of a text, in place of which the draft has its own.
+        The target's beginning-of-text token, which is replaced by the draft's own.
     spaced : bool
         Whether the target's tokenizer puts a space before each text.
     """
@@ -92,13 +94,11 @@ class Translation:
         self._anchor_ids: dict[str, int] = {}
 
     def translate(self, text: Sequence[int], known: Translated) -> Translated:
-        """Return a text in the draft's tokens; `known` is one that may begin like it."""
-        # A line was cut off because no white space followed: of another text, some may.
-        following = self._spelled.get(text[len(known.sure)], b"") if len(known.sure) < len(text) else b""
-        if list(text[: len(known.sure)]) != known.sure or (known.anchor == _LINE and following[:1].isspace()):
+        """Translate a text; `known` is an earlier translation, whose beginning is reused if the texts begin alike."""
+        if not self._holds(known, text):
             known = Translated()
         begun = int(len(text) > 0 and text[0] == self._first)
-        """Where what was written begins."""
+        """Where the text begins, after the beginning-of-text token."""
         cut, ids, anchor = len(known.sure), list(known.sure_ids), known.anchor
         if not cut:
             ids = list(self._start)
@@ -123,8 +123,15 @@ class Translation:
         ids = [self._filling] * (_LEAST_TEXT - len(ids)) + ids
         return Translated(ids, list(text[:cut]), sure_ids, anchor)
 
+    def _holds(self, known: Translated, text: Sequence[int]) -> bool:
+        """Whether the sure part of an earlier translation is also sure for this text."""
+        place = len(known.sure)
+        following = self._spelled.get(text[place], b"") if place < len(text) else b""
+        # The earlier text was cut after a line break because no white space followed. In this text, some may.
+        return list(text[:place]) == list(known.sure) and not (known.anchor == _LINE and following[:1].isspace())
+
     def _tokenized(self, anchor: str, piece: bytes) -> list[int]:
-        """Return the draft's tokens for a piece of text behind another; of characters that are not whole, for their bytes."""
+        """Return the draft's tokens for a piece of text that follows `anchor`; incomplete characters become byte tokens."""
         ids: list[int] = []
         for part in _BROKEN.split(piece.decode("utf-8", "surrogateescape")):
             if _BROKEN.match(part):
@@ -142,18 +149,18 @@ class Translation:
 
 
 class TranslatedModel(LanguageModel):
-    """A draft with tokens of its own, which proposes those that the target has too.
+    """A draft with another tokenizer, which proposes only tokens that the target has too.
 
-    Its contexts hold its own tokens: `polydraft.draft.translated_source` reads the target's text into them.
+    Its contexts hold the draft's tokens: `polydraft.draft.translated_source` reads the target's text into them.
 
     Parameters
     ----------
     model : LanguageModel
     translation : Translation
     shared : mapping
-        The draft's token for each token of the target's that both have, ascending.
+        The draft's token for each of the target's tokens that both have, in ascending order.
     size : int
-        Tokens of the target.
+        Size of the target's vocabulary.
     """
 
     def __init__(self, model: LanguageModel, translation: Translation, shared: Mapping[int, int], size: int) -> None:
@@ -167,12 +174,12 @@ class TranslatedModel(LanguageModel):
 
     @cached_property
     def own_X(self) -> Tensor:
-        """The draft's own token for each of the target's, any where it has none; the last entry is for `NO_TOKEN`."""
+        """The draft's token for each of the target's; 0 where it has none. The last entry is for `NO_TOKEN`."""
         own_X = torch.zeros(self.vocab_size + 1, dtype=torch.long, device=self.device)
         return own_X.scatter_(0, self.vocabulary.tokens_D, self._own_D)
 
     def start(self, batch_size: int, capacity: int) -> Context:
-        """Open an empty memory of the draft's own tokens."""
+        """Return an empty context for the draft's tokens."""
         return self.model.start(batch_size, capacity)
 
     def head(self, features_RF: Tensor) -> Tensor:
@@ -186,7 +193,7 @@ def translated(
     ends: tuple[Sequence[int], Sequence[int]],
     target: LanguageModel,
 ) -> TranslatedModel:
-    """Return a draft for a target with another tokenizer; refuses one that shares too few tokens with it.
+    """Return a draft for a target with another tokenizer; refuse one that shares too few tokens.
 
     Parameters
     ----------
@@ -197,12 +204,12 @@ def translated(
     target : LanguageModel
     """
     ours, theirs = spelling_of(tokenizers[0], target.name), spelling_of(tokenizers[1], model.name)
-    # Tokens that were added to a tokenizer alone have no place in the model's tables.
+    # Tokens added to a tokenizer but not to its model have no row in the model's tables.
     both = shared_tokens(ours, theirs, *ends).items()
     shared = {token: other for token, other in both if token < target.vocab_size and other < model.vocab_size}
     check_share(len(shared), len(ours.bytes_of), target.name, model.name)
     logger.info(
-        "draft %s has another tokenizer: it shares %.0f %% of the target's tokens (%d of %d), and proposes these",
+        "draft %s has another tokenizer: it shares %.0f %% of the target's tokens (%d of %d), and proposes only these",
         *(model.name, 100 * len(shared) / len(ours.bytes_of), len(shared), len(ours.bytes_of)),
     )
     names = {number: name for name, number in theirs.special.items()}
@@ -215,13 +222,13 @@ def translated(
 
 
 def refuse_translated(draft: Any, what: str) -> None:
-    """Refuse a draft with another tokenizer where no translation is supported."""
+    """Refuse a draft with another tokenizer in a use that does not support it."""
     if isinstance(draft, TranslatedModel):
-        raise UsageError(f"{what} needs a draft with the target's tokenizer, and {draft.name!r} has another; use another draft")
+        raise UsageError(f"{what} needs a draft with the target's tokenizer, but {draft.name!r} has another; use another draft")
 
 
 def check_same_tokens(target: "Loaded", draft: "Loaded") -> None:
-    """Refuse a draft whose token ids mean other texts than the target's, as far as the target's tokenizer is known."""
+    """Refuse a draft whose vocabulary is not the target's; without the target's tokenizer, only sizes are compared."""
     if target.tokenizer is None:
         return check_draft(draft.model, target.model)
     ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
@@ -234,9 +241,9 @@ def check_same_tokens(target: "Loaded", draft: "Loaded") -> None:
 
 
 def have_same_numbers(ours: Mapping[str, int], theirs: Mapping[str, int]) -> bool:
-    """Return whether what both vocabularies have has the same numbers, and that is nearly all that they have.
+    """Whether two vocabularies have nearly all tokens in common, with the same ids.
 
-    The draft then uses the target's token ids. The few ids that mean something else to it are never accepted; no harm is done.
+    The draft then uses the target's ids. A few may mean something else to it, which does no harm: they are never accepted.
     """
     both = ours.keys() & theirs.keys()
     others = max(len(ours), len(theirs)) - len(both)
@@ -244,7 +251,7 @@ def have_same_numbers(ours: Mapping[str, int], theirs: Mapping[str, int]) -> boo
 
 
 def check_vocabularies(ours: Mapping[str, int], theirs: Mapping[str, int], target: str, draft: str) -> None:
-    """Refuse a draft that cannot share enough tokens, by its vocabulary alone; an empty one is not known."""
+    """Refuse a draft that shares too few tokens, judging by its vocabulary alone; an empty vocabulary is unknown."""
     vocabularies = [{spelled(token, "\u0120" in own and "\u2581" not in own) for token in own} for own in (ours, theirs)]
     if theirs:
         check_share(len(vocabularies[0] & vocabularies[1]), len(ours), target, draft)

@@ -1,8 +1,8 @@
-"""Twins: small random models of the same class and habits as a model, to try on them what would take too long on it.
+"""Twins: small random models of the same class as a given model, to try out what would take too long on the model itself.
 
-What a class does with masks, windows, caches and positions is written in its code and its configuration, not in its weights.
-So a twin keeps every switch of the configuration and one layer of each kind, and has fewer of everything else: tokens,
-layers, channels, experts, positions. Its windows are a few tokens wide, and a text past all of them is short.
+How a class treats masks, windows, caches and positions depends on its code and configuration, not on its weights. So a twin
+keeps every switch of the configuration and one layer of each kind, and has less of everything else: tokens, layers, channels,
+experts, positions. Its windows are a few tokens wide, so that short texts go past all of them.
 
 See docs/decisions/020-unknown-models-are-tried-on-a-twin.md.
 """
@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 WINDOW, POSITIONS = 6, 48
-"""Most tokens of a twin's windows and chunks, and of its context."""
+"""Width of a twin's windows and chunks, and length of its context, in tokens."""
 _VOCABULARY = 96
 _MOST_WEIGHTS = 5e7
-"""Of a twin that is worth its while: filling so many with numbers takes seconds."""
+"""Twins with more weights are not built: filling these takes seconds already."""
 _LAYERS = r"(num_hidden_|num_|n_|num_decoder_|decoder_|num_encoder_|encoder_)layers?|depth"
 _POSITIONS = r"max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|max_target_positions|model_max_length"
 WINDOWS = r".*window(_size)?|.*attention_chunk_size|local_attention|attention_window_size|.*chunk_length"
@@ -37,19 +37,19 @@ _NUMBERS = {
     _POSITIONS: POSITIONS,
     "original_max_position_embeddings": POSITIONS // 2,
     WINDOWS: WINDOW,
-    "index_topk|indexer_budget": WINDOW,  # what sparse layers choose: fewer tokens than there are
+    "index_topk|indexer_budget": WINDOW,  # how many tokens sparse layers choose: fewer than a text has
     "indexer_compress_ratio": 2,
     _PERIODS: 2,
     _EXPERTS: 4,
     _PER_TOKEN: 2,
-    "mamba_chunk_size": 8,  # texts are filled up to a chunk, whose cost is quadratic without kernels
+    "mamba_chunk_size": 8,  # texts are padded to whole chunks, whose cost is quadratic without kernels
     "n_group|topk_group|num_expert_group|first_k_dense_replace|num_dense_layers": 1,
     r"(type_)?vocab_size(_per_layer_input)?|n_words|ngram_vocab_size_base": _VOCABULARY,
 }
 _NARROW = {
     _HEADS: 4,
     _HEAD_SIZES: 16,
-    "global_head_dim": 32,  # not that of other layers, so that there are two shapes
+    "global_head_dim": 32,  # another size than other layers have, to keep two shapes
     _WIDTHS: 64,
     _INNER: 48,
     "rotary_dim|qk_(rope|nope)_head_dim": 8,
@@ -61,7 +61,7 @@ _NARROW = {
 
 
 def twins(model: Any) -> Iterator[Any]:
-    """Yield twins of a model, on the host in float32: a narrow one, then one as wide as the model, where they can be built."""
+    """Yield the twins that can be built, on the host in float32: a narrow one, then one as wide as the model."""
     for narrow in (True, False):
         try:
             config = twin_config(model.config, narrow)
@@ -72,28 +72,27 @@ def twins(model: Any) -> Iterator[Any]:
                 torch.manual_seed(0)
                 twin = type(model)(config).float().eval()
                 sharpen(twin)
-        # Whatever a class of unknown habits makes of an unusual configuration; the caller has the model itself.
-        except Exception:
+        except Exception:  # an unknown class may fail in any way with an unusual configuration
             continue
         yield twin
 
 
 def twin_config(config: Any, narrow: bool = True) -> Any:
-    """Return a configuration of the same class with fewer of everything; with all its channels unless `narrow`."""
+    """Return a smaller configuration of the same class, which keeps all channels unless `narrow`."""
     values = copy.deepcopy(config.to_dict())
     values.pop("quantization_config", None)
     return type(config).from_dict(_fewer(values, narrow))
 
 
 def _fewer(values: dict[str, Any], narrow: bool) -> dict[str, Any]:
-    """Return the values of a configuration, and of those inside it, with fewer of everything."""
+    """Return the values of a configuration, and of those nested in it, made smaller."""
     old_size = _head_size(values)
     values = {key: _fewer(value, narrow) if _is_nested(value) else value for key, value in values.items()}
     numbers = _NUMBERS | (_NARROW if narrow else {})
     heads = next((value for key, value in values.items() if re.fullmatch(_HEADS, key) and isinstance(value, int)), 0)
     layers = _kept_layers(values)
     for key, value in values.items():
-        if key == "num_layers_per_stack":  # HRM, which derives one number of layers from the other
+        if key == "num_layers_per_stack":  # HRM derives one number of layers from the other
             values[key] = None
         elif key == "ple_layer_ids":  # numbers of layers, counted from 1
             values[key] = [1] if value else value
@@ -116,20 +115,24 @@ def _fewer(values: dict[str, Any], narrow: bool) -> dict[str, Any]:
         elif key == "num_kv_shared_layers":
             values[key] = len(layers) // 2 if value else 0
         else:
-            # Where only a part of each head is turned, "head_dim" is that part.
+            # If only part of each head is rotated, "head_dim" is the size of that part.
             name = "qk_rope_head_dim" if key == "head_dim" and "qk_rope_head_dim" in values else key
             most = next((most for pattern, most in numbers.items() if re.fullmatch(pattern, name)), value)
             values[key] = min(value, most)
     for key, value in values.items():
         if layers and re.fullmatch(_LAYERS, key) and isinstance(value, int):
             values[key] = len(layers)
+    _scale_sections(values, old_size)
+    return values
+
+
+def _scale_sections(values: dict[str, Any], old_size: int) -> None:
+    """Divide the channels of a smaller head among the coordinates of multimodal positions; the first gets the remainder."""
     rope = values.get("rope_parameters")
     if isinstance(rope, dict) and isinstance(rope.get("mrope_section"), list) and old_size:
-        # Channels of a head shared out among three coordinates; what rounding leaves goes to the first.
         section, new_size = rope["mrope_section"], _head_size(values)
         scaled = [part * new_size // old_size for part in section]
         rope["mrope_section"] = [scaled[0] + sum(section) * new_size // old_size - sum(scaled), *scaled[1:]]
-    return values
 
 
 def _head_size(values: dict[str, Any]) -> int:
@@ -151,19 +154,19 @@ def _num_layers(values: dict[str, Any]) -> int:
 
 
 def _kept_layers(values: dict[str, Any]) -> list[int]:
-    """Return one layer of each kind, as the lists of the configuration tell them apart; no fewer than two."""
+    """Return one layer of each kind, as told apart by the lists in the configuration, but at least two layers."""
     count = _num_layers(values)
     lists = [value for key, value in values.items() if isinstance(value, list) and len(value) == count]
     kinds = [str([value[layer] for value in lists]) for layer in range(count)]
     firsts = sorted({kind: layer for layer, kind in reversed(list(enumerate(kinds)))}.values())
     if len(firsts) == 1 and count > 1:
         firsts.append(1)
-    # Layers that take over the keys of others are the last ones, and want one of each kind before them.
+    # Layers that reuse the keys of others come last, and need one of each kind before them.
     return firsts + [layer for layer in firsts if values.get("num_kv_shared_layers")]
 
 
 def sharpen(model: Any) -> None:
-    """Give weights of a size at which every layer changes the logits: as they are initialised, many hardly do."""
+    """Scale weights so that every layer changes the logits: as initialised, many hardly do."""
     generator = torch.Generator().manual_seed(1)
     for module in model.modules():
         embedding = isinstance(module, torch.nn.Embedding)

@@ -1,6 +1,6 @@
-"""Training of drafts, decision models and corpus caches, from the target's own text.
+"""Training of drafts, decision models and corpus caches from the target's own text.
 
-Only settings are imported here, so that the command line's help need not wait for torch; `polydraft.train.training` trains.
+Only settings are imported here, so that the command line's help does not wait for torch; `polydraft.train.training` trains.
 """
 
 from polydraft.train.settings import CorpusCacheSettings, DecisionSettings, DraftSize, HeadSize, TrainSettings

@@ -1,4 +1,4 @@
-"""The texts a draft is trained on: written by the target itself, answers to prompts, or read from files."""
+"""The texts that a draft is trained on: conversations or answers written by the target, or text files."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -15,6 +15,7 @@ from torch import Tensor
 from polydraft.devices import captures
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
+from polydraft.models.families import key_shape
 from polydraft.models.loading import Loaded
 from polydraft.output import written_whole
 from polydraft.prompts import load_prompts
@@ -25,9 +26,9 @@ logger = logging.getLogger(__name__)
 
 _HELD_OUT_SHARE, _MOST_HELD_OUT = 0.05, 64
 _PROMPT_SHARE = 0.75
-"""Longest prompt, as a share of its text, so that the rest holds most of an answer."""
+"""Longest prompt as a share of its text, so that the rest has room for most of an answer."""
 _CACHE_SHARE, _MOST_ROWS, _ROWS_ON_CPU = 0.5, 4096, 64
-"""Share of free GPU memory for the caches of texts being written, and most texts in parallel, on a GPU and on a CPU."""
+"""Share of free GPU memory for the caches of texts being written, and most texts in parallel on a GPU and on a CPU."""
 
 
 OPENINGS = (
@@ -68,32 +69,32 @@ OPENINGS = (
     "Describe how",
     "Give three reasons why",
 )
-"""First words of requests for a model to complete when it makes up conversations. They stop mid-sentence, so that the rest is
-the model's own."""
+"""First words of requests, for a model to complete when it makes up conversations. They stop mid-sentence so that the model
+writes the rest itself."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Texts of one length or several, in random order; the first few of each length are held out."""
+    """Texts of one or several lengths, in random order; the first few of each length are held out."""
 
     groups: tuple[Texts, ...]
-    """Shorter texts first."""
+    """Texts by length, the shortest first."""
     source: str
-    """Where they came from, for the card."""
+    """Where they came from, for the model card."""
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all texts."""
+        """Number of tokens in all texts."""
         return sum(group.tokens_NL.numel() for group in self.groups)
 
     def test(self) -> Texts:
-        """Return held-out texts, of the shortest length."""
+        """Return the held-out texts of the shortest length."""
         return self.groups[0].rows(slice(_held_out(self.groups[0])))
 
     def batch(self, step: int, size: int, seed: int) -> Texts:
-        """Return the batch of a step, texts of one length: `size` of the shortest, or fewer longer ones with as many tokens.
+        """Return the batch of a step, all of one length: `size` of the shortest texts, or as many tokens in fewer longer ones.
 
-        Every epoch has its own order of the batches and, for each length, of the texts.
+        Every epoch has its own order of batches and, for each length, of texts.
         """
         shortest = self.groups[0].tokens_NL.shape[1]
         sizes = [max(size * shortest // group.tokens_NL.shape[1], 1) for group in self.groups]
@@ -109,7 +110,7 @@ class Corpus:
         raise AssertionError("more batches than were counted")
 
     def frequent_tokens(self, count: int, vocab_size: int, always: Sequence[int]) -> Tensor:
-        """Return the most frequent answer tokens, which include those of `always`, in ascending order."""
+        """Return the `count` most frequent tokens in answers, including those in `always`, in ascending order."""
         counts_V = torch.zeros(vocab_size, dtype=torch.long)
         for group in self.groups:
             counts_V += torch.bincount(group.tokens_NL[group.answer_NL].long(), minlength=vocab_size)
@@ -118,7 +119,7 @@ class Corpus:
         return counts_V.topk(count).indices.sort().values
 
     def save(self, file: Path) -> None:
-        """Write it to a file, completely or not at all."""
+        """Write the corpus to a file, completely or not at all."""
         tensors = {}
         for number, group in enumerate(self.groups):
             tensors[f"tokens.{number}"] = group.tokens_NL.contiguous()
@@ -131,7 +132,7 @@ class Corpus:
 
     @classmethod
     def load(cls, file: Path) -> "Corpus":
-        """Read it back."""
+        """Read a corpus from a file."""
         try:
             with safe_open(file, "pt") as opened:
                 tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
@@ -144,19 +145,19 @@ class Corpus:
 
 
 def _held_out(group: Texts) -> int:
-    """Return how many texts are held out."""
+    """Return how many texts of a group are held out."""
     return min(max(int(len(group.tokens_NL) * _HELD_OUT_SHARE), 1), _MOST_HELD_OUT)
 
 
 @lru_cache(maxsize=8)
 def _order(rows: int, seed: int) -> list[int]:
-    """Return the order of an epoch."""
+    """Return a random order."""
     order: list[int] = torch.randperm(rows, generator=torch.Generator().manual_seed(seed)).tolist()
     return order
 
 
 def make_corpus(settings: TrainSettings, target: Loaded, progress: Callable[[int, int], None] = lambda *_: None) -> Corpus:
-    """Write or read the texts of the settings; `progress` is called with the tokens so far and in total."""
+    """Write or read the texts that the settings ask for; `progress` is called with the tokens so far and in total."""
     check_length(settings.length, target)
     written = 0
     progress(written, settings.tokens)
@@ -175,7 +176,7 @@ def make_corpus(settings: TrainSettings, target: Loaded, progress: Callable[[int
 
 
 def _written(settings: TrainSettings, target: Loaded, advance: Advance) -> Corpus:
-    """Let the target answer prompts, make up conversations, or both."""
+    """Let the target answer prompts, make up conversations, or do both."""
     form = chat_form(target.tokenizer)
     writer = Writer(target.model, form, target.eos_token_ids)
     generator = torch.Generator(target.model.device).manual_seed(settings.seed)
@@ -203,7 +204,7 @@ def _written(settings: TrainSettings, target: Loaded, advance: Advance) -> Corpu
 
 
 def _grouped(parts: list[Texts], seed: int) -> tuple[Texts, ...]:
-    """Put texts of one length together, in random order."""
+    """Group texts by length, each group in random order."""
     groups = []
     for length in sorted({part.tokens_NL.shape[1] for part in parts}):
         same = [part for part in parts if part.tokens_NL.shape[1] == length]
@@ -214,36 +215,34 @@ def _grouped(parts: list[Texts], seed: int) -> tuple[Texts, ...]:
 
 
 def check_length(length: int, target: Loaded) -> None:
-    """Refuse texts longer than the target's context."""
+    """Refuse a length beyond the target's context."""
     limit = target.model.max_positions
     if limit is not None and length > limit:
         raise UsageError(f"--length {length} is longer than the target's context; allowed: 16 to {limit}")
 
 
 def _sizes(tokens: float, length: int, settings: TrainSettings, target: Loaded) -> tuple[int, int]:
-    """Return how many texts to write, and how many at a time; batches are full, since a small one takes as long."""
-    wide = side_by_side(length, settings, target)
+    """Return how many texts to write and how many at a time. All batches are full, because a small one takes as long."""
+    wide = rows_at_a_time(length, settings, target)
     rows = max(-(-int(tokens) // length), 8)
     return (rows, rows) if rows <= wide else (-(-rows // wide) * wide, wide)
 
 
-def side_by_side(length: int, settings: TrainSettings, target: Loaded) -> int:
-    """Return how many texts to write at a time: as the settings say, or as many as fit, with caches and distributions."""
+def rows_at_a_time(length: int, settings: TrainSettings, target: Loaded) -> int:
+    """Return how many texts to write at a time: as the settings say, or as many as fit into memory."""
     model = target.model
     if settings.sampling_rows:
         return max(settings.sampling_rows * settings.length // length, 1)
     if not captures(model.device):
         return _ROWS_ON_CPU
-    config = model.config
-    heads = int(getattr(config, "num_key_value_heads", None) or config.num_attention_heads)
-    width = int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-    per_row = 2 * model.num_layers * heads * width * length * model.dtype.itemsize + 16 * model.vocab_size
+    heads, channels = key_shape(model.config)
+    per_row = 2 * model.num_layers * heads * channels * length * model.dtype.itemsize + 16 * model.vocab_size
     free = int(torch.cuda.mem_get_info(model.device)[0])
     return int(max(min(_CACHE_SHARE * free // per_row, _MOST_ROWS), 1))
 
 
 def _made_up_starts(rows: int, form: ChatForm | None, length: int, target: Loaded) -> list[list[int]]:
-    """Return the first tokens of conversations: half without a topic, half with a request to complete."""
+    """Return the first tokens of conversations: half of them with the first words of a request, half without."""
     if form is None:
         start = target.tokenizer.bos_token_id
         start = target.tokenizer.eos_token_id if start is None else start
@@ -254,7 +253,7 @@ def _made_up_starts(rows: int, form: ChatForm | None, length: int, target: Loade
 
 
 def _prompts(settings: TrainSettings, target: Loaded, chat: bool) -> dict[int, list[list[int]]]:
-    """Return the prompts by the length of their texts, without those that are too long for every length."""
+    """Return the prompts by the length of text that they fit into, without those that are too long for any."""
     if settings.prompts is None:
         return {}
     encoder = Decoder(target.model, tokenizer=target.tokenizer)

@@ -1,4 +1,4 @@
-"""A corpus cache: n-grams of text files, or of text that the target writes itself."""
+"""Making a corpus cache: n-grams of text files, of text that the target writes itself, or of both."""
 
 import gzip
 import io
@@ -21,7 +21,7 @@ from polydraft.train.corpus import make_corpus
 from polydraft.train.settings import CorpusCacheSettings, check_text_file
 
 Observer = Callable[[str, int, int], None]
-"""Called with a phase, how much of it is done, and how much there is."""
+"""Called with `(phase, done, total)`."""
 _BLOCK = 1 << 18
 """Characters to read at a time."""
 
@@ -29,9 +29,9 @@ _BLOCK = 1 << 18
 def make_corpus_cache(
     settings: CorpusCacheSettings, out: Path, observer: Observer, device: torch.device, dtype: torch.dtype
 ) -> GramTrie:
-    """Count n-grams, write them into a file, completely or not at all, and return them.
+    """Count n-grams, write them to a file, completely or not at all, and return them.
 
-    Device and dtype are for the model that writes text.
+    Device and dtype are those of the model that writes text.
     """
     settings.check(out)
     target = load_model(settings.tokenizer, device, dtype) if settings.generate else None
@@ -56,7 +56,7 @@ def make_corpus_cache(
 
 
 def load_tokenizer(name: str) -> Any:
-    """Load a tokenizer by the name of its model."""
+    """Load a model's tokenizer by the model's name."""
     from transformers import AutoTokenizer
 
     allowed = f"{BUNDLED}, a folder, or a hub name"
@@ -79,7 +79,7 @@ def _count_files(settings: CorpusCacheSettings, tokenizer: Any, counter: GramCou
             observer("reading", start + done, total)
 
         for text in blocks_of(file, advance=advance):
-            # No model reads a whole block, so its length needs no warning.
+            # Not verbose: it would warn that a block is too long for the model.
             counter.add(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
         counter.end_text()
         before += size
@@ -95,7 +95,7 @@ def _count_written(settings: CorpusCacheSettings, target: Loaded, counter: GramC
 
 
 def blocks_of(file: Path, block: int = _BLOCK, advance: Callable[[int], None] | None = None) -> Iterator[str]:
-    """Yield the text of a file in blocks that end with a line, or after twice their length if lines are longer.
+    """Yield the text of a file in blocks that end at line breaks, or after twice their size if lines are very long.
 
     `advance` is called with the number of bytes read so far.
     """
@@ -103,7 +103,7 @@ def blocks_of(file: Path, block: int = _BLOCK, advance: Callable[[int], None] | 
     try:
         with file.open("rb") as raw:
             source = gzip.open(raw) if file.suffix == ".gz" else raw  # noqa: SIM115 (the wrapper closes it)
-            # Universal newlines would hide carriage returns, which the target sees.
+            # No universal newlines: they would hide carriage returns, which the target sees.
             with io.TextIOWrapper(source, encoding="utf-8", newline="") as opened:
                 while text := opened.read(block):
                     yield text if text.endswith("\n") else text + opened.readline(block)
@@ -119,9 +119,9 @@ def blocks_of(file: Path, block: int = _BLOCK, advance: Callable[[int], None] | 
 
 
 def fresh_stretches(tokens: Sequence[int], order: int) -> Iterator[list[int]]:
-    """Yield a text without repetitions: without tokens that end an n-gram of `order` tokens seen before in the text.
+    """Yield the parts of a text that do not repeat, leaving out tokens that end an n-gram seen before in the text.
 
-    Models, small ones especially, sometimes write the same sentence over and over. One such text would outweigh what a thousand
+    Models, especially small ones, sometimes write the same sentence over and over. One such text would outweigh what a thousand
     others have in common.
     """
     seen: set[tuple[int, ...]] = set()

@@ -1,6 +1,6 @@
-"""Training of decision models, from rounds of a target and its draft.
+"""Training of decision models from rounds of a target and its draft.
 
-The model learns from traces: what the draft computed between its levels, and whether the target accepted it.
+A decision model learns from traces: what the draft computed for each token, and whether the target accepted the token.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ from polydraft.trees import DraftTree, Topology
 from polydraft.verify import Scheme, Verdict
 
 TOP = 10
-"""Probabilities of a distribution that are kept."""
+"""Number of largest probabilities kept of each distribution."""
 _HELD_OUT = 0.1
 _BATCH = 1024
 _BINS = 10
@@ -39,52 +39,48 @@ class Traces:
     """Drafted tokens that verification reached, one per row."""
 
     hidden_RF: Tensor
-    """The draft's features that the token's distribution came from."""
+    """The draft's features from which the token was drawn."""
     distributions_RK: Tensor
-    """Likeliest probabilities of that distribution and its entropy."""
+    """The largest probabilities of its distribution, and the entropy."""
     ratios_R: Tensor
     """min(1, p/q) of the token."""
     accepted_R: Tensor
-    """1 where it was accepted, 0 where rejected."""
+    """1 if it was accepted, 0 if rejected."""
 
     @classmethod
     def joined(cls, parts: Sequence["Traces"]) -> "Traces":
         """Concatenate traces."""
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__))
 
-    def rows(self, index_R: Tensor) -> "Traces":
-        """Return some of them."""
-        return Traces(*(getattr(self, name)[index_R] for name in self.__dataclass_fields__))
-
 
 @dataclass(eq=False)
 class _Recorder(Decision):
-    """A decision that never stops drafting, and records its inputs."""
+    """A decision model that never stops drafting and records its inputs."""
 
     shown: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def goes_on(self, features_BGF: Tensor, logits_BGV: Tensor) -> Tensor:
-        """Go on."""
+        """Record the inputs and continue drafting."""
         self.shown.append((features_BGF[:, 0].float(), distribution_inputs(logits_BGV[:, 0], TOP)))
         return torch.ones(len(features_BGF), dtype=torch.bool, device=features_BGF.device)
 
 
 class _Tracing(TreeDrafter):
-    """A drafter of chains that records its rounds."""
+    """A drafter of chains that records traces."""
 
     def __init__(self, draft: LanguageModel | Head, chain: Topology, scheme: str, traces: list[Traces]) -> None:
         self._recorder, self._traces = _Recorder(), traces
         super().__init__(draft, chain, scheme, decision=self._recorder)
 
     def builder(self, params: RowParams, target: LanguageModel) -> Builder:
-        """Build chains as usual, and record them."""
+        """Return a builder that records traces."""
         assert isinstance(self.topology, Topology)
         source = self.source(len(params))
         return _TracingBuilder(source, self.topology, params, target, self.scheme, self._recorder, self._traces)
 
 
 class _TracingBuilder(StoppingBuilder):
-    """Records rounds. It copies values to the host, so rounds cannot be captured."""
+    """A builder that records traces. It copies values to the host, so rounds cannot be captured."""
 
     elastic = False
 
@@ -104,13 +100,13 @@ class _TracingBuilder(StoppingBuilder):
         self._built: DraftTree | None = None
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
-        """Keep the tree and the recorder's inputs."""
+        """Build a chain, keeping it and the recorded inputs for `learn`."""
         self._recorder.shown.clear()
         self._built = super().build(tail_B2, uniforms_BU)
         return self._built
 
     def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
-        """Record the tokens of the chain up to and including the first rejected one."""
+        """Record a trace for each token of the chain up to and including the first rejected one."""
         tree, logits_BNV = self._built, self._target.head(features_BNF)
         assert tree is not None, "build() comes first"
         for depth, (hidden_BF, distribution_BK) in enumerate(self._recorder.shown):
@@ -136,16 +132,16 @@ def collect(
     eos_token_ids: Sequence[int] = (),
     advance: Callable[[int], None] = lambda done: None,
 ) -> Traces:
-    """Decode prompts, alternately greedily and at temperature 1, until there are as many traces as the settings say.
+    """Decode prompts, alternately greedily and at temperature 1, until there are enough traces.
 
-    Prompts are reused, with other seeds, as often as needed; `advance` is called with the number of traces so far.
+    Prompts are reused with other seeds as often as necessary. `advance` is called with the number of traces so far.
     """
     rows = settings.rows
     traces: list[Traces] = []
     batch = 0
     while (have := sum(len(part.ratios_R) for part in traces)) < settings.traces:
         advance(have)
-        # A greedy text is the same whatever the seed: each prompt is decoded greedily once, then only sampled.
+        # Greedy texts do not depend on the seed, so each prompt is decoded greedily once and then only sampled.
         first = (batch // 2) * rows
         greedy = batch % 2 == 0 and first < len(prompts)
         scheme = "top" if greedy else "speculative"
@@ -161,21 +157,21 @@ def collect(
 
 @dataclass(frozen=True)
 class Quality:
-    """How good a decision model is on traces it was not trained on."""
+    """The quality of a decision model on held-out traces."""
 
     auc: float
     """Probability that an accepted token is rated above a rejected one."""
     calibration_error: float
-    """Mean distance between predicted and observed acceptance, over ten equal bins."""
+    """Mean distance between predicted and observed acceptance over ten equal bins."""
     accepted: float
-    """Share of tokens that were accepted."""
+    """Share of accepted tokens."""
     count: int
 
 
 def train_decision(
     settings: DecisionSettings, target: Loaded, draft: LanguageModel | Head, out: Path, progress: Progress
 ) -> Quality:
-    """Collect traces, train, calibrate, measure, and write a folder."""
+    """Collect traces, train and calibrate a decision model, measure it, and write it into a folder."""
     settings.check()
     try:
         check_empty(out)
@@ -211,7 +207,7 @@ def train_decision(
 def fit(
     settings: DecisionSettings, traces: Traces, device: torch.device, advance: Callable[[int], None] = lambda done: None
 ) -> tuple[DecisionModel, Quality]:
-    """Train on most of the traces; calibrate on a tenth of them and measure on another."""
+    """Train on most traces, calibrate on a tenth of them, and measure on another tenth."""
     kind = DecisionKind(settings.kind)
     hidden = kind is DecisionKind.HIDDEN
     inputs_RF, labels_R = (traces.hidden_RF, traces.ratios_R) if hidden else (traces.distributions_RK, traces.accepted_R)
@@ -244,7 +240,7 @@ def quality_of(chances_R: Tensor, accepted_R: Tensor) -> Quality:
     """Compare predicted acceptance with observed acceptance."""
     yes = int(accepted_R.sum())
     no = len(accepted_R) - yes
-    # Mann-Whitney; equal chances share their ranks.
+    # Mann-Whitney, with mean ranks for equal chances.
     _, place_R, sizes_X = chances_R.unique(sorted=True, return_inverse=True, return_counts=True)  # type: ignore[no-untyped-call]
     upto_X = sizes_X.cumsum(0).double()
     ranks_R = (upto_X - (sizes_X - 1) / 2)[place_R]

@@ -1,4 +1,4 @@
-"""Estimates: how long training will take, before it starts, and how much faster the draft makes decoding, at its end."""
+"""Estimates of how long training will take, made before it starts, and of the draft's speed-up, made at its end."""
 
 import math
 import time
@@ -13,7 +13,7 @@ from polydraft.draft.costs import measured_costs
 from polydraft.draft.speedup import speedup
 from polydraft.errors import duration
 from polydraft.models.loading import Loaded, load_draft
-from polydraft.train.corpus import Corpus, check_length, side_by_side
+from polydraft.train.corpus import Corpus, check_length, rows_at_a_time
 from polydraft.train.pupils import Acceptance
 from polydraft.train.settings import TrainSettings
 from polydraft.train.start import load_start
@@ -22,17 +22,17 @@ from polydraft.train.writer import Texts, Writer, chat_form, enough_memory
 from polydraft.trees import parse_tree
 
 _FEW, _MORE = 8, 24
-"""Tokens of the texts that are written to time a token."""
+"""Lengths of the two texts that are written to time a token."""
 _ROWS_ON_CPU = 2
 _LATER = 1.5
-"""Tokens late in a text take this much longer than the first ones, which are timed."""
+"""How much longer an average token takes than the first ones of a text, which are timed."""
 _BYTES_PER_TOKEN, _BYTES_PER_WEIGHT = 5, 12
-"""On disk: a token and its answer mark; a weight and its optimizer state, in float32."""
+"""Disk space of a token with its answer mark, and of a weight with its optimizer state in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Needs:
-    """What training takes."""
+    """The time and disk space that training takes."""
 
     writing_seconds: float
     training_seconds: float
@@ -47,34 +47,22 @@ class Needs:
 
 
 def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, int], None] = lambda done, total: None) -> Needs:
-    """Time a little of everything, and estimate the whole; `advance` is called with trials done and in total."""
+    """Time short trials of writing and training, and extrapolate; `advance` is called with trials done and in total."""
     check_length(settings.length, target)
     start = load_start(settings, target)
     trials = 2 if settings.texts else 5
-    done, device, taps = 0, target.model.device, target.model.taps
+    done, taps = 0, target.model.taps
 
     def seconds(work: Callable[[], object]) -> float:
         nonlocal done
-        took = _timed(work, device)
+        took = _timed(work, target.model.device)
         done += 1
         advance(done, trials)
         return took
 
     advance(done, trials)
-    writing = 0.0
-    if not settings.texts:
-        form, wide = chat_form(target.tokenizer), side_by_side(settings.length, settings, target)
-        rows = min(wide, -(-settings.tokens // settings.length))
-        writer, generator = Writer(target.model, form, target.eos_token_ids), torch.Generator(device).manual_seed(0)
-
-        def write(length: int) -> None:
-            with enough_memory(f"write {rows} texts at a time", "--sampling-rows"):
-                writer.write([[0]] * rows, length, False, generator, lambda rows: None)
-
-        # The first run also sets things up.
-        _, few, more = (seconds(partial(write, length)) for length in (_FEW, _FEW, _MORE))
-        writing = max(more - few, 0.0) / ((_MORE - _FEW) * rows) * settings.tokens * _LATER
-    rows = settings.batch_size if captures(device) else min(settings.batch_size, _ROWS_ON_CPU)
+    writing = 0.0 if settings.texts else _writing_seconds(settings, target, seconds)
+    rows = settings.batch_size if captures(target.model.device) else min(settings.batch_size, _ROWS_ON_CPU)
     tokens_NL = torch.randint(target.model.vocab_size, (rows + 1, settings.length), generator=torch.Generator().manual_seed(0))
     corpus = Corpus((Texts(tokens_NL.int(), torch.ones(tokens_NL.shape, dtype=torch.bool)),), "chance")
     tried = replace(settings, batch_size=rows)
@@ -91,6 +79,21 @@ def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, in
     )
 
 
+def _writing_seconds(settings: TrainSettings, target: Loaded, seconds: Callable[[Callable[[], object]], float]) -> float:
+    """Estimate how long the target takes to write all texts; `seconds` times a trial."""
+    form, device = chat_form(target.tokenizer), target.model.device
+    rows = min(rows_at_a_time(settings.length, settings, target), -(-settings.tokens // settings.length))
+    writer, generator = Writer(target.model, form, target.eos_token_ids), torch.Generator(device).manual_seed(0)
+
+    def write(length: int) -> None:
+        with enough_memory(f"write {rows} texts at a time", "--sampling-rows"):
+            writer.write([[0]] * rows, length, False, generator, lambda rows: None)
+
+    # The first run is a warm-up.
+    _, few, more = (seconds(partial(write, length)) for length in (_FEW, _FEW, _MORE))
+    return max(more - few, 0.0) / ((_MORE - _FEW) * rows) * settings.tokens * _LATER
+
+
 def _timed(work: Callable[[], object], device: torch.device) -> float:
     wait_for(device)
     start = time.perf_counter()
@@ -100,7 +103,7 @@ def _timed(work: Callable[[], object], device: torch.device) -> float:
 
 
 def forecast_of(folder: str, target: Loaded, acceptance: Sequence[Acceptance], tree: str) -> str:
-    """Estimate how much faster a draft makes decoding here, from its held-out acceptance and the cost of its passes."""
+    """Estimate a draft's speed-up on this machine from its held-out acceptance and the cost of its passes."""
     draft, topology = load_draft(folder, target), parse_tree(tree)
     assert draft is not None
     parts = []
@@ -109,11 +112,11 @@ def forecast_of(folder: str, target: Loaded, acceptance: Sequence[Acceptance], t
         tokens = tokens_per_pass(acceptance, tree, greedy=temperature == 0)
         factor = speedup(tokens, topology.depth, topology.num_nodes, costs)
         parts.append(f"{factor:.2f}× plain decoding at T={temperature} ({tokens:.2f} tokens per pass)")
-    return f"expected here, on text like the held-out, one at a time, tree {tree}: {' and '.join(parts)}"
+    return f"expected on this machine, for single texts like the held-out ones, with tree {tree}: {' and '.join(parts)}"
 
 
 def tokens_per_pass(acceptance: Sequence[Acceptance], tree: str, *, greedy: bool) -> float:
-    """Return the tokens per target pass, assuming acceptance grows with the logarithm of the candidates, from one to four."""
+    """Estimate the tokens per target pass, interpolating acceptance by the logarithm of the number of candidates."""
     tokens = reach = 1.0
     for depth, count in enumerate(map(int, tree.split("x"))):
         level = acceptance[min(depth, len(acceptance) - 1)]

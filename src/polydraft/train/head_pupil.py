@@ -1,4 +1,4 @@
-"""A feature head in training: its shape, the weights it starts from, and its passes over texts at all depths of drafting."""
+"""A feature head in training: its shape, its initial weights, and its passes over texts at all depths of drafting."""
 
 import copy
 import json
@@ -11,6 +11,7 @@ from torch.nn import functional
 
 from polydraft.errors import UsageError
 from polydraft.models import FeatureHead, HeadShape
+from polydraft.models.families import key_shape
 from polydraft.models.heads.feature_head import TapNorm
 from polydraft.models.heads.head_export import export_speculators
 from polydraft.models.heads.head_folder import new_head, save_head, tokenizer_fingerprint
@@ -22,10 +23,10 @@ from polydraft.train.writer import Texts
 
 
 class HeadPupil(Pupil):
-    """A feature head in training, on its own outputs (EAGLE-3 §3.2: training-time test).
+    """A feature head in training, which also learns on its own outputs (EAGLE-3 §3.2: training-time test).
 
-    An EAGLE-3 head to start from keeps its form, its tables and its vocabulary. From one of ours, a head of the wanted form
-    takes the weights that fit.
+    If `start` is an EAGLE-3 head, training continues with its form, tables and vocabulary. If it is one of ours, a new head of
+    the wanted form takes over the weights that fit.
     """
 
     def __init__(
@@ -49,8 +50,8 @@ class HeadPupil(Pupil):
 
     @torch.no_grad()
     def prime(self, texts: Texts) -> None:
-        """Scale outputs like the target's hidden states, channel by channel, which its output head expects."""
-        if not self.head.shape.joins:  # an EAGLE-3 head has learned its scales
+        """Scale outputs, channel by channel, like the target's hidden states, which its output head expects."""
+        if not self.head.shape.joins:  # an EAGLE-3 head has already learned its scales
             return
         tokens_BL = texts.tokens_NL[:4].to(self.head.device).long()
         hidden_BLH = self.teacher.features(tokens_BL)[:, 1:, : self.head.shape.hidden_size].float()
@@ -62,13 +63,13 @@ class HeadPupil(Pupil):
     def study(self, texts: Texts, depths: int) -> Lesson:
         """Run the head along the texts; entry i (features i, token i + 1) predicts the distribution after token i + 1.
 
-        At depth d an entry takes the output of depth d − 1 one entry earlier for its features and, as inside a tree, attends to
-        entries of depth 0 at least d places back and to one of each depth between.
+        At depth d, the features of an entry are the output of depth d − 1 one entry earlier. As inside a tree, it attends to
+        entries of depth 0 at least d places back and to one entry of each depth in between.
         """
         device = self.head.device
         tokens_BL, answer_BL = texts.tokens_NL.to(device).long(), texts.answer_NL.to(device)
         features_BLF = self.teacher.features(tokens_BL)
-        # Two entries at the end answer for nothing: products are faster if their sizes are as round as the texts'.
+        # The last two entries predict nothing. They are kept because products of round sizes are faster.
         asked_BL = functional.pad(answer_BL[:, 2:], (0, 2))
         distributions = self.teacher.distributions(features_BLF.roll(-1, 1)[asked_BL])
         rows_BL = torch.full(asked_BL.shape, -1, device=device).masked_scatter(
@@ -87,17 +88,17 @@ class HeadPupil(Pupil):
             mixed_BHLC = _attended(query, keys, values, self.head.shape.window)
             outputs_BLH = self.head.finished(passing_BLH, mixed_BHLC.transpose(1, 2).flatten(2))
             asked_here_BL = asked_BL.clone()
-            asked_here_BL[:, :depth] = False  # there is no text so far back
+            asked_here_BL[:, :depth] = False  # these would start before the text
             outputs.append((rows_BL[asked_here_BL], outputs_BLH[asked_here_BL]))
             fused_BLH = functional.pad(outputs_BLH[:, :-1], (0, 0, 1, 0))
         return Lesson(distributions, follows(asked_BL), outputs)
 
     def logits(self, outputs_RH: Tensor) -> Tensor:
-        """Apply the target's output head, or a part of it."""
+        """Apply the output head."""
         return self.head.head(outputs_RH)
 
     def export(self, folder: Path, details: dict[str, Any]) -> None:
-        """Write the head: in our format, or, if it is an EAGLE-3 head, in that of speculators."""
+        """Write the head in our format or, if it is an EAGLE-3 head, in that of speculators."""
         if self.head.shape.joins:
             return save_head(self.head, folder, tokenizer_fingerprint(self._tokenizer), details)
         export_speculators(copy.deepcopy(self.head).bfloat16(), self.teacher.target, self._target_name, folder)
@@ -106,10 +107,10 @@ class HeadPupil(Pupil):
 
 
 def _attended(query_BHLC: Tensor, keys: list[Tensor], values: list[Tensor], window: int) -> Tensor:
-    """Mix values for entries of one depth, given the keys and values `[B, K, L, C]` of this and all depths above it.
+    """Return the output of attention at one depth, given the keys and values `[B, K, L, C]` of this and all earlier depths.
 
-    An entry at depth d sees all entries of depth 0 at least d places back, by matrix products, and one entry of each depth
-    between, on diagonals, place by place.
+    An entry at depth d sees all entries of depth 0 at least d places back, which are matrix products, and one entry of each
+    depth in between, which are diagonals.
     """
     (batch_size, _, length, channels), depth = query_BHLC.shape, len(keys) - 1
     if depth == 0 and length <= window:
@@ -122,7 +123,7 @@ def _attended(query_BHLC: Tensor, keys: list[Tensor], values: list[Tensor], wind
     far_BKGLS = far_BKGLS.masked_fill((back_LS < depth) | (back_LS >= window), -torch.inf)
     near = []
     for level in range(1, depth + 1):
-        # Entries before the start of the text see at least themselves: their outputs are not used, but must not be NaN.
+        # Entries that would start before the text see at least themselves: their outputs are unused, but must not be NaN.
         score_BKGL = (query_BKGLC * _later(keys[level], depth - level)[:, :, None]).sum(-1).float()
         near.append(score_BKGL.masked_fill(place_L < depth - level, -torch.inf))
     peak_BKGL = torch.stack([far_BKGLS.amax(-1), *near]).amax(0).detach()
@@ -139,12 +140,12 @@ def _attended(query_BHLC: Tensor, keys: list[Tensor], values: list[Tensor], wind
 
 
 def _later(states_BKLC: Tensor, places: int) -> Tensor:
-    """Shift states so that every entry sees the one some places before it."""
+    """Shift states so that every entry gets the state `places` entries before it."""
     return functional.pad(states_BKLC[:, :, : states_BKLC.shape[2] - places], (0, 0, places, 0))
 
 
 def shape_for(wanted: HeadSize, window: int, target: Loaded) -> HeadShape:
-    """Return the shape of a head: like one of the target's layers, unless the settings differ."""
+    """Return the shape of a head: that of one of the target's layers, unless the settings say otherwise."""
     config, layers = target.model.config, target.model.num_layers
     taps = wanted.taps
     if taps is None:
@@ -152,14 +153,14 @@ def shape_for(wanted: HeadSize, window: int, target: Loaded) -> HeadShape:
         taps = tuple(sorted(layer for layer in inner if 1 <= layer < layers))
     if not all(1 <= tap <= layers for tap in taps):
         raise UsageError(f"--taps {','.join(map(str, taps))} is out of range; allowed: layers 1 to {layers} of this target")
-    heads = int(config.num_attention_heads)
+    key_heads, head_size = key_shape(config)
     size = target.model.hidden_size
     return HeadShape(
         hidden_size=size,
         taps=taps,
-        num_heads=heads,
-        num_key_heads=int(getattr(config, "num_key_value_heads", None) or heads),
-        head_size=int(getattr(config, "head_dim", None) or size // heads),
+        num_heads=int(config.num_attention_heads),
+        num_key_heads=key_heads,
+        head_size=head_size,
         mlp_size=wanted.mlp_size or int(getattr(config, "intermediate_size", None) or 4 * size),
         window=window,
         tap_norm=TapNorm.EACH if taps else TapNorm.NONE,
@@ -168,9 +169,9 @@ def shape_for(wanted: HeadSize, window: int, target: Loaded) -> HeadShape:
 
 @torch.no_grad()
 def take_over(head: FeatureHead, start: FeatureHead, features_BLF: Tensor) -> None:
-    """Copy the weights of another head for the same target; taps and MLP units that it lacks start without effect.
+    """Copy the weights of another head for the same target; taps and MLP units that it lacks have no effect at first.
 
-    Features that it read unnormalised get norms with weights that keep their typical length.
+    Features that it read without a norm get one whose weights keep their typical length.
     """
     shape, own, size = start.shape, head.state_dict(), start.shape.hidden_size
     weights = {name: weight.cpu() for name, weight in start.state_dict().items()}
@@ -195,7 +196,7 @@ def take_over(head: FeatureHead, start: FeatureHead, features_BLF: Tensor) -> No
 
 
 def _widen(weights: dict[str, Tensor], own: dict[str, Tensor]) -> None:
-    """Add units to the MLP, with random inputs and zero outputs."""
+    """Add MLP units with random input weights and zero output weights."""
     gates = zip(weights["gate_up.weight"].chunk(2), own["gate_up.weight"].cpu().chunk(2), strict=True)
     wide = [torch.cat([known_MH, fresh_MH[len(known_MH) :].to(known_MH.dtype)]) for known_MH, fresh_MH in gates]
     weights["gate_up.weight"] = torch.cat(wide)

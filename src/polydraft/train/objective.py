@@ -1,12 +1,14 @@
-"""Losses of drafts: imitate the target's distribution, and get candidates accepted.
+"""Losses for drafts: imitate the target's distribution, and get candidates accepted.
 
-Acceptance of one candidate is Σ min(p, q), so its complement, the total variation, can be trained directly. The same holds for
-the n candidates of a node, verified as by `hybrid`: with T the m tokens that are certain candidates, q' the distribution of the
-others and k = n − m draws from it, acceptance is P(T) + 1 − max_H (q'(H)^k − p(H)), H any set of other tokens. The best H holds
-those with k q'(H)^(k − 1) q' > p, which a few steps find, starting from all tokens; for a fixed H the gradient is known.
+The acceptance of one candidate is Σ min(p, q), so its complement, the total variation, can be trained directly. The same holds
+for the n candidates of a node if they are verified by `hybrid`: let T be the m tokens that are certain candidates, q' the
+distribution of the others, and k = n − m the number of draws from it. Then acceptance is P(T) + 1 − max_H (q'(H)^k − p(H)) over
+sets H of other tokens. The best H consists of the tokens with k q'(H)^(k − 1) q' > p. A few steps find it, starting from all
+tokens; the gradient for a fixed H is known.
 
-Gradients are computed by hand along with the loss. Training spends most of its memory traffic on these distributions, over tens
-of thousands of tokens at tens of thousands of positions; this way they are read a dozen times instead of about thirty.
+Gradients are computed by hand together with the loss. Most of the memory traffic in training is due to these distributions,
+over tens of thousands of tokens at tens of thousands of positions; this way they are read a dozen times instead of about
+thirty.
 """
 
 from typing import Any
@@ -18,24 +20,25 @@ from polydraft.verify import Hybrid
 
 _CHUNK_BYTES = 2**28
 _STEPS = 4
-"""Steps towards the best H; tests find acceptance within 0.01 of the largest."""
+"""Steps towards the best H; in tests, acceptance is then within 0.01 of the largest."""
 _TRUST = 3.0
-"""How fast ``lk`` turns from imitation to acceptance as drafts get better."""
+"""How fast ``lk`` moves from imitation to acceptance as drafts get better."""
 
 
 def loss_of(kind: str, probs_RD: Tensor, logits_RD: Tensor, weights_R: Tensor, candidates: int = 1) -> tuple[Tensor, Tensor]:
-    """Return the weighted sum of losses over positions, and the acceptance at each.
+    """Return the weighted sum of the losses at all positions, and the acceptance at each.
 
     Parameters
     ----------
     kind : str
-        ``kl``: −Σ p log q, the Kullback–Leibler divergence up to a constant. ``tv``: the chance that all candidates are
-        rejected; its gradient vanishes where distributions do not overlap, so it serves to finish, or in a sum. ``kl+tv``: the
-        sum. ``lk``: λ times the first and 1 − λ times the second, λ = exp(−3 · acceptance) of each position (arXiv:2602.23881).
+        ``kl``: −Σ p log q, the Kullback–Leibler divergence up to a constant. ``tv``: the probability that all candidates are
+        rejected. Its gradient vanishes where distributions do not overlap, so it is for the end of training, or for sums.
+        ``kl+tv``: the sum. ``lk``: λ times the first plus 1 − λ times the second, with λ = exp(−3 · acceptance) at each
+        position (arXiv:2602.23881).
     probs_RD : Tensor
         The target's probabilities of the tokens that the draft knows; they need not sum to one.
     candidates : int
-        Per node of the tree.
+        Number of candidates per node of the tree.
     """
     apply: Any = _Objective.apply
     loss, accepted_R = apply(logits_RD, probs_RD, weights_R, kind, candidates)
@@ -54,7 +57,7 @@ class _Objective(torch.autograd.Function):
         for first in range(0, len(logits_RD), rows):
             part = slice(first, first + rows)
             target_RD, weight_R1 = probs_RD[part], weights_R[part, None]
-            scores_RD = logits_RD[part].to(target_RD.dtype, copy=True)  # it becomes the draft's distribution, in place
+            scores_RD = logits_RD[part].to(target_RD.dtype, copy=True)  # becomes the draft's distribution in place
             normaliser_R1 = scores_RD.logsumexp(-1, keepdim=True)
             mass_R1 = target_RD.sum(-1, keepdim=True)
             divergence_R1 = normaliser_R1 * mass_R1 - (target_RD * scores_RD).sum(-1, keepdim=True)
@@ -77,7 +80,7 @@ class _Objective(torch.autograd.Function):
 
 
 def _shares(kind: str, accepted_R1: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the weights of imitation and of acceptance."""
+    """Return the weights of imitation and of acceptance in a loss."""
     if kind == "lk":
         imitation_R1 = (-_TRUST * accepted_R1).exp()
         return imitation_R1, 1 - imitation_R1
@@ -86,7 +89,7 @@ def _shares(kind: str, accepted_R1: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _acceptance(target_RD: Tensor, draft_RD: Tensor, candidates: int) -> tuple[Tensor, Tensor]:
-    """Return the acceptance of each row, and its gradient by the draft's logits."""
+    """Return the acceptance of each row, and its gradient with respect to the draft's logits."""
     certain_R1: Tensor | float = 0.0
     draws_R1: Tensor | float = 1.0
     if candidates > 1:

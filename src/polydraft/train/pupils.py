@@ -1,4 +1,4 @@
-"""Drafts in training: what they have in common, and a small language model distilled from the target."""
+"""Drafts in training: their common interface, and small language models distilled from the target."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -22,29 +22,29 @@ from polydraft.trees import causal_block
 from polydraft.verify import RejectionWithoutReplacement
 
 _CHUNK_BYTES = 2**29
-"""Most bytes of logits over the whole vocabulary at a time."""
+"""Most bytes of logits over the whole vocabulary to hold at a time."""
 _CHUNK_ROWS, _CANDIDATES = 256, 4
-"""Positions whose acceptance is measured at a time, and the candidates drawn at each."""
+"""Positions whose acceptance is measured at a time, and candidates drawn at each."""
 _LAYERS, _WIDTH = 3, 256
 """Default sizes of a new draft."""
 
 
 @dataclass(frozen=True, eq=False)
 class TargetDistributions:
-    """The target's distributions at some positions, over the tokens that the draft knows."""
+    """The target's distributions at some positions, restricted to the tokens that the draft knows."""
 
     probs_RD: Tensor
     """The target's probabilities of the tokens that the draft knows; they need not sum to one."""
     best_R: Tensor
-    """Column of the likeliest token, or -1 where the draft does not know it."""
+    """Column of the likeliest token; -1 if the draft does not know it."""
 
     def rows(self, index: Tensor | slice) -> "TargetDistributions":
-        """Return the distributions of some of the positions."""
+        """Return the distributions at some of the positions."""
         return TargetDistributions(self.probs_RD[index], self.best_R[index])
 
 
 class Teacher:
-    """The target, run over texts for features and for distributions over the tokens that the draft knows."""
+    """The target, as the source of features and of distributions to imitate."""
 
     def __init__(self, target: HFModel, vocabulary: PartialVocabulary | None) -> None:
         self.target, self.vocabulary = target, vocabulary
@@ -55,8 +55,9 @@ class Teacher:
 
     @torch.no_grad()
     def features(self, tokens_BL: Tensor) -> Tensor:
-        """Return the features of every position."""
+        """Return the features at every position."""
         target = self.target
+        # Lean bodies read whole texts without a cache, unless layers have windows or features are padded (inflated models).
         if target.lean is None or target.window is not None or target.hidden_size != target.config.hidden_size:
             return target.start(*tokens_BL.shape).extend(tokens_BL, causal_block(*tokens_BL.shape, target.device))
         positions_BL = torch.arange(tokens_BL.shape[1], device=target.device).expand_as(tokens_BL)
@@ -65,7 +66,7 @@ class Teacher:
 
     @torch.no_grad()
     def distributions(self, features_RF: Tensor) -> TargetDistributions:
-        """Return the distributions that follow some positions, given by their features."""
+        """Return the distributions of the next token at some positions, given their features."""
         rows = max(_CHUNK_BYTES // (4 * self.target.vocab_size), 1)
         parts = [self._distributions(part_RF) for part_RF in features_RF.split(rows)]  # type: ignore[no-untyped-call]
         return TargetDistributions(torch.cat([part.probs_RD for part in parts]), torch.cat([part.best_R for part in parts]))
@@ -82,7 +83,7 @@ class Teacher:
 
 @dataclass(frozen=True, kw_only=True)
 class Acceptance:
-    """Chance that one of n candidates is accepted."""
+    """Probability that one of n candidates is accepted."""
 
     greedy_1: float
     """At temperature 0, one candidate."""
@@ -97,9 +98,9 @@ class Acceptance:
 
 
 def acceptance_of(distributions: TargetDistributions, logits_RD: Tensor) -> Acceptance:
-    """Measure a draft's logits against the target's distributions at the same positions.
+    """Measure how often a draft is accepted, given its logits and the target's distributions at the same positions.
 
-    The rate with four candidates is exact given the candidates: the mass that verification puts on them.
+    Four candidates are drawn at random, but given these, the rate is exact: it is the mass that verification puts on them.
     """
     generator = torch.Generator(logits_RD.device).manual_seed(0)
     top_R4 = logits_RD.topk(min(_CANDIDATES, logits_RD.shape[1]), dim=-1).indices
@@ -110,7 +111,7 @@ def acceptance_of(distributions: TargetDistributions, logits_RD: Tensor) -> Acce
         part = slice(first, first + _CHUNK_ROWS)
         probs_RD, draft_RD = distributions.probs_RD[part], logits_RD[part].float().softmax(-1)
         sampled_1.append(torch.minimum(probs_RD, draft_RD).sum(-1))
-        # One more column for all tokens that the draft does not know.
+        # One more column stands for all tokens that the draft does not know.
         rest_R1 = (1 - probs_RD.double().sum(-1, keepdim=True)).clamp(min=0)
         target_RX = torch.cat([probs_RD.double(), rest_R1], dim=-1)
         draft_RX = functional.pad(draft_RD, (0, 1))
@@ -128,31 +129,31 @@ def acceptance_of(distributions: TargetDistributions, logits_RD: Tensor) -> Acce
 
 @dataclass(frozen=True, eq=False)
 class Lesson:
-    """Targets and outputs for R positions in answers, in the order of the text."""
+    """The target's distributions and the draft's outputs at R positions in answers, in the order of the text."""
 
     distributions: TargetDistributions
     follows_R: Tensor
-    """Whether the position before is one of them too."""
+    """Whether the position before is also one of them."""
     outputs: list[tuple[Tensor, Tensor]]
-    """For each depth of drafting, which of the R positions it covers, and the draft's outputs there."""
+    """For each depth of drafting, the indices of the positions it covers and the draft's outputs there."""
 
 
 class Pupil(ABC):
-    """A draft in training, which computes its logits along texts at one or several depths of drafting."""
+    """A draft in training, which computes logits along texts at one or several depths of drafting."""
 
     module: nn.Module
-    """What is trained."""
+    """The module to train."""
     teacher: Teacher
     depths: int = 1
-    """Depths of drafting to train at."""
+    """Number of depths of drafting to train."""
 
     def prime(self, texts: Texts) -> None:
-        """Adapt scales to some texts before the first step."""
+        """Initialise scales from some texts before the first step."""
         return
 
     @abstractmethod
     def study(self, texts: Texts, depths: int) -> Lesson:
-        """Run the draft along the texts."""
+        """Run the draft along the texts at the first `depths` depths."""
 
     @abstractmethod
     def logits(self, outputs_RH: Tensor) -> Tensor:
@@ -160,7 +161,7 @@ class Pupil(ABC):
 
     @abstractmethod
     def export(self, folder: Path, details: dict[str, Any]) -> None:
-        """Write the draft into a folder, for use."""
+        """Write the draft into a folder, ready to use."""
 
 
 class DraftPupil(Pupil):
@@ -174,11 +175,11 @@ class DraftPupil(Pupil):
         self.module = self.model.to(target.model.device)
         self.teacher = Teacher(target.model, vocabulary)
         with torch.no_grad():
-            # Where logits are scaled or capped, outputs are logits of all tokens.
+            # If logits are scaled or capped, outputs are the logits of all tokens.
             self._splits = stands_alone(self.model, target.model.device)
 
     def study(self, texts: Texts, depths: int) -> Lesson:
-        """Run the draft along the texts."""
+        """Run the draft along the texts; it has only one depth."""
         device = self.teacher.target.device
         tokens_BL, answer_BL = texts.tokens_NL.to(device).long(), texts.answer_NL.to(device)
         asked_BL = functional.pad(answer_BL[:, 1:], (0, 1))
@@ -190,7 +191,7 @@ class DraftPupil(Pupil):
         return Lesson(distributions, follows(asked_BL), [(torch.arange(len(outputs_RH), device=device), outputs_RH)])
 
     def logits(self, outputs_RH: Tensor) -> Tensor:
-        """Apply the draft's output head, or a part of it."""
+        """Apply the draft's output head, or its rows for the tokens that the draft knows."""
         known_D = slice(None) if self._vocabulary is None else self._vocabulary.tokens_D
         if not self._splits:
             return outputs_RH[:, known_D]
@@ -199,11 +200,11 @@ class DraftPupil(Pupil):
         return functional.linear(outputs_RH, table.weight[known_D], None if bias_V is None else bias_V[known_D])
 
     def export(self, folder: Path, details: dict[str, Any]) -> None:
-        """Write an ordinary Hugging Face folder, in bfloat16, of the architecture that the model has."""
+        """Write an ordinary Hugging Face folder in bfloat16."""
         from transformers import GenerationConfig
 
         model = copy.deepcopy(self.model).to(torch.bfloat16)
-        model.generation_config = GenerationConfig.from_model_config(model.config)  # how others sampled does not matter here
+        model.generation_config = GenerationConfig.from_model_config(model.config)  # drop sampling settings of a start model
         for key, value in details.items():
             setattr(model.config, key, value)
         model.save_pretrained(folder)
@@ -215,7 +216,7 @@ class DraftPupil(Pupil):
 def new_draft(settings: TrainSettings, target: Loaded) -> Any:
     """Return an untrained model on the target's device.
 
-    Its attention is a sliding window of the training texts' length, so longer texts are nothing new to it.
+    Its attention has a sliding window as long as the training texts, so that longer texts look no different to it.
     """
     from transformers import MistralConfig, MistralForCausalLM
 
@@ -249,7 +250,7 @@ def new_draft(settings: TrainSettings, target: Loaded) -> Any:
 
 @torch.no_grad()
 def _take_embeddings(own_VW: Tensor, target_VH: Tensor) -> None:
-    """Start from the main directions of the target's embeddings, as many as the draft has room for."""
+    """Initialise embeddings with the principal components of the target's, as many as fit."""
     source_VH = target_VH.float()
     centred_VH = source_VH - source_VH.mean(0)
     width = min(own_VW.shape[1], source_VH.shape[1])
@@ -260,6 +261,6 @@ def _take_embeddings(own_VW: Tensor, target_VH: Tensor) -> None:
 
 
 def follows(asked_BL: Tensor) -> Tensor:
-    """Return for each position that is set, in order, whether the one before it is set too."""
+    """Return, for each position that is set, in order, whether the one before it is also set."""
     place_R = asked_BL.flatten().nonzero()[:, 0]
     return functional.pad(place_R[1:] - place_R[:-1] == 1, (1, 0)) if len(place_R) else place_R.bool()

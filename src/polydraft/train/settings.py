@@ -1,4 +1,4 @@
-"""Settings of training runs: sizes, texts and schedules. The command line derives its options from them."""
+"""Settings of training runs: sizes, texts and schedules. The command line's options are derived from them."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -9,12 +9,12 @@ from polydraft.output import check_file
 
 LOSSES = ("kl", "tv", "kl+tv", "lk")
 LENGTHS = (1, 2)
-"""Factors of the length of texts: those with a long prompt are twice as long."""
+"""Factors of the texts' length: texts with a long prompt are twice as long."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DraftSize:
-    """Sizes of a small language model."""
+    """Sizes of a draft that is a small language model."""
 
     layers: int | None = None
     """Number of layers  [default: 3]."""
@@ -36,12 +36,12 @@ class DraftSize:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSize:
-    """Sizes of a feature head and how it is trained."""
+    """Sizes of a feature head, and how it is trained."""
 
     mlp_size: int = 0
     """Width of the head's MLP; 0 takes the target's."""
     taps: tuple[int, ...] | None = None
-    """Layers of the target that it reads besides the last; None for the second, the third but last, and three between."""
+    """Layers of the target that it reads besides the last; None for the second, the third from last, and three in between."""
     rollouts: int = 5
     """Number of depths to train; all but the first see the head's own outputs."""
     tree: str = "4x2x2x1x1"
@@ -140,13 +140,13 @@ class TrainSettings:
         return self.length * (LENGTHS[-1] if self.prompts else 1)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the settings for the training folder and the card; most must stay the same in a resumed run."""
+        """Return the settings for the training folder and the card; most of them must not change in a resumed run."""
         return {"kind": self.kind, **asdict(self)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class DecisionSettings:
-    """What a decision model is trained with."""
+    """Settings for training a decision model."""
 
     kind: Literal["hidden", "distribution"] = "distribution"
     """Input of the model: the draft's hidden states (hidden), or its probabilities (distribution)."""
@@ -223,7 +223,7 @@ class CorpusCacheSettings:
             self.written().check()
 
     def written(self) -> TrainSettings:
-        """Return settings that make a draft's training write this text."""
+        """Return training settings that make the target write this text."""
         return TrainSettings(
             size=HeadSize(),
             target=self.tokenizer,
@@ -235,13 +235,13 @@ class CorpusCacheSettings:
 
 
 def check_text_file(file: Path) -> None:
-    """Refuse a missing file before hours are spent on others."""
+    """Refuse a missing file before hours are spent on the others."""
     if not file.is_file():
         raise UsageError(f"cannot read {str(file)!r}: there is no such file; allowed: UTF-8 text, plain or gzipped (.gz)")
 
 
 def check_tree(tree: str) -> None:
-    """Refuse anything but numbers of candidates per depth."""
+    """Refuse a tree that is not given by the number of candidates at each depth."""
     if not all(part.isdigit() and 1 <= int(part) <= 64 for part in tree.split("x")):
         raise UsageError(
             f"--tree {tree!r} is not a list of candidates per depth; allowed: numbers from 1 to 64, such as 4x2x2x1x1"
@@ -255,7 +255,7 @@ def _check_positive(settings: object, *names: str) -> None:
 
 
 def _check_text(name: str) -> None:
-    """Refuse a file that is not UTF-8 before a model is loaded for it."""
+    """Refuse a file that is not UTF-8 before a model is loaded."""
     try:
         with open(name, encoding="utf-8") as file:
             while file.read(1 << 20):

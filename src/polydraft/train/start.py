@@ -1,4 +1,4 @@
-"""The draft that training starts from (`--start`): which are allowed, and whether it fits the target."""
+"""The draft that training starts from (`--start`): checking that it is allowed and fits the target, and loading it."""
 
 import torch
 
@@ -22,19 +22,19 @@ from polydraft.models.translation import check_same_tokens
 from polydraft.train.settings import TrainSettings
 
 _MODELS = "a language model with the target's tokenizer, in a folder, a GGUF file or on a hub"
-_HEADS = ", ".join(kind.words for kind in map(HEAD_KINDS.get, HEAD_KINDS) if kind.trains)
+_HEADS = ", ".join(kind.trains for kind in map(HEAD_KINDS.get, HEAD_KINDS) if kind.trains is not None)
 
 
 def check_start(name: str, settings: TrainSettings) -> None:
-    """Refuse a missing draft, one of another kind than is trained, or sizes it already has, before the target is loaded."""
+    """Refuse a draft that is missing or of the wrong kind, and sizes that it fixes already, before the target is loaded."""
     kind = kind_of(head_folder(name))
-    if settings.kind == "head" and not (kind is not None and kind.trains):
+    if settings.kind == "head" and (kind is None or kind.trains is None):
         raise UsageError(f"--start {name} is not a folder with a head; allowed: {_HEADS}")
     if settings.kind == "draft":
         if kind is not None:
             raise UsageError(f"--start {name} is a feature head, which polydraft train head continues; allowed: {_MODELS}")
         _check_model(name)
-    if settings.size.given and kind is not HEAD_KINDS.get("polydraft"):  # a head of ours can be made wider
+    if settings.size.given and kind is not HEAD_KINDS.get("polydraft"):  # one of our heads can be widened
         raise UsageError(f"{settings.size.given[0]} does not go with --start {name}, which has its own sizes; leave it out")
 
 
@@ -53,14 +53,14 @@ def _check_model(name: str) -> None:
 
 
 def load_start(settings: TrainSettings, target: Loaded) -> HFModel | FeatureHead | None:
-    """Load the draft that training starts from, None for a new one; refuse one that does not fit or could not be written."""
+    """Load the draft that training starts from, None for a new one; refuse one that does not fit or cannot be written."""
     name = settings.start
     if name is None:
         return None
     if settings.kind == "head":
         taps = target.model.taps
         head = load_draft(name, target)
-        target.model.tap(taps)  # the target may write texts first
+        target.model.tap(taps)  # undo the head's taps: the target may write texts first
         assert isinstance(head, FeatureHead)
         if not head.shape.joins and (obstacle := export_obstacle(head)):
             raise UsageError(f"--start {name} could not be written after training: {obstacle}")

@@ -1,4 +1,4 @@
-"""From settings to a trained draft in a folder, with checkpoints and a card."""
+"""Training a draft: corpus, optimizer steps, checkpoints, evaluation, and the finished folder with a model card."""
 
 import json
 import logging
@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 _WARM_UP, _LAST_RATE, _CLIP = 0.05, 0.05, 1.0
 _LEAST_REACH = 0.05
-"""Positions that drafting reaches less often than this are skipped."""
+"""Positions that drafting reaches with a lower probability than this are skipped."""
 _LAST_PHASE = 0.6
-"""Share of the steps after which the loss is that of all candidates of a node; before, that of one candidate."""
+"""Share of the steps after which the loss is about all candidates of a node; before, it is about one candidate."""
 _TEST_POSITIONS, _TEST_TEXTS = 2048, 16
 _FREE = {"steps", "save_every", "evaluate_every", "sampling_rows"}
 """Settings that may change when a run is resumed."""
@@ -44,7 +44,7 @@ _CURRENT, _FORMER = "checkpoint", "checkpoint.former"
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """Progress of training."""
+    """The progress of training."""
 
     phase: str
     """``"sampling"`` or ``"training"``."""
@@ -62,8 +62,8 @@ Observer = Callable[[Report], None]
 def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, command: str, observer: Observer) -> Path:
     """Train a draft for a target, loaded in the dtype to imitate, and write it into the folder `out`, which is returned.
 
-    A subfolder `training` keeps what a resumed run needs; without `resume`, a folder that is not empty is refused. The command
-    goes into the card; the observer is called with progress.
+    The subfolder `training` keeps what a resumed run needs. Without `resume`, `out` must be empty. The command is quoted in the
+    card; the observer is called with progress.
     """
     settings.check()
     start = load_start(settings, target)
@@ -83,7 +83,7 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
 
 
 def check_out(out: Path, *, resume: bool) -> None:
-    """Refuse a folder that cannot be written to, or that is not empty and not to be resumed."""
+    """Refuse a folder that cannot be written to or, without `resume`, is not empty."""
     if resume:
         check_folder(out, resume=True)
     else:
@@ -111,9 +111,9 @@ def _corpus(settings: TrainSettings, target: Loaded, work: Path, observer: Obser
 
 
 def make_pupil(settings: TrainSettings, target: Loaded, corpus: Corpus, start: HFModel | FeatureHead | None = None) -> Pupil:
-    """Return the draft before its first step, new or from `load_start`; the corpus decides which tokens it knows."""
+    """Return the draft before its first step, new or from `load_start`. It knows the most frequent tokens of the corpus."""
     size = target.model.vocab_size
-    rows = start.vocab_size if isinstance(start, HFModel) else size  # tables are padded differently
+    rows = start.vocab_size if isinstance(start, HFModel) else size  # tables may be padded differently
     tokens_D = torch.arange(min(size, rows))
     if 0 < settings.vocabulary < size:
         tokens_D = corpus.frequent_tokens(settings.vocabulary, size, target.eos_token_ids)
@@ -131,26 +131,26 @@ def _run(settings: TrainSettings, pupil: Pupil, corpus: Corpus, work: Path, obse
     parameters = [parameter for parameter in pupil.module.parameters() if parameter.requires_grad]
     optimizers = make_optimizers(settings, parameters)
     step = _load_checkpoint(work, pupil.module, optimizers)
-    acceptance = evaluate(pupil, corpus, settings)
+    acceptance = evaluate(pupil, corpus)
     observer(Report(phase="training", done=step, total=settings.steps, acceptance=acceptance))
     while step < settings.steps:
         for group in (group for optimizer in optimizers for group in optimizer.param_groups):
             group["lr"] = settings.learning_rate * _rate(step / settings.steps)
         loss = take_step(settings, pupil, corpus, step, optimizers, parameters)
         step += 1
-        ends = step == settings.steps
-        # Reading the loss waits for the device, so do it rarely.
-        if step % settings.save_every == 0 or step % settings.evaluate_every == 0 or ends or step % 10 == 0:
+        saves = step % settings.save_every == 0 or step == settings.steps
+        evaluates = step % settings.evaluate_every == 0 or step == settings.steps
+        if saves or evaluates or step % 10 == 0:  # not at every step: reading the loss is a sync
             value = float(loss)
             if not math.isfinite(value):
                 raise FailureError(
                     f"the loss is not a number at step {step}; the last good checkpoint is in {work}: resume from it with "
                     "--resume and a lower --learning-rate, in a copy of the folder"
                 )
-            if step % settings.evaluate_every == 0 or ends:
-                acceptance = evaluate(pupil, corpus, settings)
+            if evaluates:
+                acceptance = evaluate(pupil, corpus)
             observer(Report(phase="training", done=step, total=settings.steps, loss=value, acceptance=acceptance))
-        if step % settings.save_every == 0 or ends:
+        if saves:
             _save_checkpoint(work, pupil.module, optimizers, step)
     return acceptance
 
@@ -159,8 +159,8 @@ def make_optimizers(settings: TrainSettings, parameters: list[nn.Parameter]) -> 
     """Return AdamW, or Muon for matrices and AdamW for the rest."""
     rate, on_gpu = settings.learning_rate, parameters[0].is_cuda
     muon = settings.optimizer == "muon" and hasattr(torch.optim, "Muon")
-    if muon != (settings.optimizer == "muon"):
-        logger.warning("this torch has no Muon (2.9 has): training with AdamW instead")
+    if settings.optimizer == "muon" and not muon:
+        logger.warning("this version of torch has no Muon (2.9 has): training with AdamW instead")
     matrices = [parameter for parameter in parameters if parameter.ndim == 2 and muon]
     others = [parameter for parameter in parameters if parameter.ndim != 2 or not muon]
     optimizers: list[torch.optim.Optimizer] = []
@@ -179,7 +179,7 @@ def take_step(
     optimizers: list[torch.optim.Optimizer],
     parameters: list[nn.Parameter],
 ) -> Tensor:
-    """Take one step and return its loss. If the gradient is not finite, the weights stay and the loss is NaN."""
+    """Take one step and return its loss. If the gradient is not finite, skip the update and return NaN."""
     with enough_memory(f"learn from {settings.batch_size} texts per step", "--batch-size"):
         with _autocast(pupil):
             loss = _loss(settings, pupil, corpus, step)
@@ -187,7 +187,7 @@ def take_step(
             optimizer.zero_grad(set_to_none=True)
         loss.backward()  # type: ignore[no-untyped-call]
     norm = nn.utils.clip_grad_norm_(parameters, _CLIP)
-    if not bool(norm.isfinite()):  # checked at every step: no checkpoint may hold such weights
+    if not bool(norm.isfinite()):  # checked at every step, so that no checkpoint holds such weights
         return torch.full_like(loss.detach(), torch.nan)
     for optimizer in optimizers:
         optimizer.step()
@@ -195,7 +195,7 @@ def take_step(
 
 
 def _loss(settings: TrainSettings, pupil: Pupil, corpus: Corpus, step: int) -> Tensor:
-    """Return the mean loss over positions and depths, each weighted by how often drafting reaches it."""
+    """Return the mean loss over positions and depths, weighted by the probability that drafting reaches them."""
     lesson = pupil.study(corpus.batch(step, settings.batch_size, settings.seed), pupil.depths)
     reach_R = torch.ones_like(lesson.distributions.probs_RD[:, 0])
     loss = weight = reach_R.new_zeros(())
@@ -204,28 +204,28 @@ def _loss(settings: TrainSettings, pupil: Pupil, corpus: Corpus, step: int) -> T
     last_phase = step >= _LAST_PHASE * settings.steps
     for depth, (count, (rows_R, outputs_RH)) in enumerate(zip(counts, lesson.outputs, strict=False)):
         reached_R = reach_R[rows_R] >= _LEAST_REACH
-        if depth > 0:  # every other chain is enough, but each from start to end
+        if depth > 0:  # every other chain is enough, but each of them at all depths
             reached_R &= (rows_R + depth) % 2 == 0
         rows_R, logits_RD = rows_R[reached_R], pupil.logits(outputs_RH[reached_R])
         wanted = count if last_phase else 1
         part, found_R = loss_of(settings.loss, lesson.distributions.probs_RD[rows_R], logits_RD, reach_R[rows_R], wanted)
         loss, weight = loss + part, weight + reach_R[rows_R].sum()
-        # Until the loss covers the other candidates, they count as independent of the first.
+        # While the loss is about one candidate, treat the others as independent of it.
         accepted_R = torch.zeros_like(reach_R).index_put_((rows_R,), 1 - (1 - found_R) ** (count - wanted + 1))
         reach_R = nn.functional.pad((reach_R * accepted_R)[:-1], (1, 0)) * lesson.follows_R
     return loss / weight
 
 
 def _rate(share: float) -> float:
-    """Return the learning rate relative to its peak: a short rise, then half a cosine."""
+    """Return the learning rate relative to its peak: a short linear warm-up, then a cosine decay."""
     if share < _WARM_UP:
         return (share + 0.002) / (_WARM_UP + 0.002)
     return _LAST_RATE + (1 - _LAST_RATE) * 0.5 * (1 + math.cos(math.pi * (share - _WARM_UP) / (1 - _WARM_UP)))
 
 
 @torch.no_grad()
-def evaluate(pupil: Pupil, corpus: Corpus, settings: TrainSettings) -> tuple[Acceptance, ...]:
-    """Measure acceptance on the held-out texts, at each depth of drafting."""
+def evaluate(pupil: Pupil, corpus: Corpus) -> tuple[Acceptance, ...]:
+    """Measure acceptance on held-out texts at each depth of drafting."""
     with _autocast(pupil):
         lesson = pupil.study(corpus.test().rows(slice(_TEST_TEXTS)), pupil.depths)
         some = slice(None, None, max(len(lesson.follows_R) // _TEST_POSITIONS, 1))
@@ -241,7 +241,7 @@ def _autocast(pupil: Pupil) -> torch.autocast:
 
 
 def _save_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
-    """Save weights, optimizer states and the step; a kill leaves the old checkpoint or the new one."""
+    """Save weights, optimizer states and the step. If killed, either the old or the new checkpoint remains."""
     tensors = {f"weights.{key}": value for key, value in module.state_dict().items()}
     for number, optimizer in enumerate(optimizers):
         for index, state in optimizer.state_dict()["state"].items():
@@ -249,7 +249,7 @@ def _save_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim
     folder, former = work / _CURRENT, work / _FORMER
     try:
         with partial_folder(folder) as partial:
-            # safetensors refuses tied weights, which share storage: copy each.
+            # Copy each tensor: safetensors refuses tied weights, which share storage.
             own = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
             save_file(own, partial / "state.safetensors")
             (partial / "progress.json").write_text(json.dumps({"step": step}))
@@ -259,11 +259,13 @@ def _save_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim
             os.replace(partial, folder)
             shutil.rmtree(former, ignore_errors=True)
     except (OSError, SafetensorError) as error:
-        raise FailureError(f"cannot write {folder} ({error}); what was saved before is intact") from None
+        raise FailureError(
+            f"cannot write {folder} ({error}), but the last checkpoint is intact; free some space and run again with --resume"
+        ) from None
 
 
 def _load_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
-    """Restore the last state and return its step; 0 if there is none."""
+    """Restore the last checkpoint and return its step; 0 without one."""
     place = next((work / name for name in (_CURRENT, _FORMER) if (work / name / "progress.json").exists()), None)
     if place is None:
         return 0
@@ -277,7 +279,7 @@ def _load_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim
         module.load_state_dict(weights)
     except RuntimeError:
         raise UsageError(
-            f"the checkpoint in {work} is of another size of draft; use the same sizes, or another --out"
+            f"the checkpoint in {work} is of a draft of another size; use the same sizes, or another --out"
         ) from None
     states: list[dict[int, dict[str, Tensor]]] = [{} for _ in optimizers]
     for key, value in tensors.items():
@@ -292,7 +294,7 @@ def _load_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim
 def _write_card(
     out: Path, settings: TrainSettings, corpus: Corpus, acceptance: tuple[Acceptance, ...], pupil: Pupil, command: str
 ) -> None:
-    """Write `README.md`: what the draft is, what it was trained on, how good it is, how to make it again."""
+    """Write `README.md`: what the draft is, how it was trained, how good it is, and the command that made it."""
     parameters = sum(parameter.numel() for parameter in pupil.module.parameters())
     kind = "a small language model" if settings.kind == "draft" else "a feature head on the target's hidden states"
     known = pupil.teacher.vocabulary

@@ -1,4 +1,4 @@
-"""Training texts that a model writes itself: many at a time, both sides of conversations."""
+"""Writing training texts with the target itself: many at a time, both sides of conversations."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,21 +19,21 @@ Advance = Callable[[int], None]
 """Called with the number of tokens just written."""
 _MARKS = "polydraftuserturn", "polydraftanswer", "polydraftsecondturn"
 ANSWER_TEMPERATURES = (0.0, 0.0, 0.7, 1.0, 1.0)
-"""Drafts must serve at all temperatures, so answers are sampled at several, each as likely as the others."""
+"""Temperatures of answers, all equally likely, because drafts must work at all temperatures."""
 
 _USER_SHARE, _ANSWER_SHARE = 1 / 6, 1 / 2
-"""Longest turns, as shares of a text, so that it holds at least a question and most of an answer."""
+"""Longest turns as shares of a text, so that it has room for at least a question and most of an answer."""
 _LEAST_LOG_SHARE = -4.0
-"""In the user's turns, tokens less likely than e^-4 times the likeliest are dropped: a small model drifts otherwise."""
+"""In the user's turns, tokens less likely than e^-4 times the likeliest are dropped; otherwise small models drift off."""
 _PREFILL_TOKENS = 2**16
-"""Most tokens of prompts to read at a time, to save memory."""
+"""Most prompt tokens to read at a time, to save memory."""
 
 _USER, _ANSWER = 0, 1
 
 
 @dataclass(frozen=True)
 class ChatForm:
-    """Tokens before the user's first turn, between a question and its answer, and between an answer and the next question."""
+    """The tokens around turns: before the first question, between question and answer, and before the next question."""
 
     opening: list[int]
     to_answer: list[int]
@@ -41,7 +41,7 @@ class ChatForm:
 
 
 def chat_form(tokenizer: Any) -> ChatForm | None:
-    """Derive the form from a rendered conversation; None without a template, or if it changes the turns."""
+    """Derive the form from a rendered conversation; None if there is no template or it alters the turns."""
     if not getattr(tokenizer, "chat_template", None):
         return None
     messages = [{"role": role, "content": mark} for role, mark in zip(("user", "assistant", "user"), _MARKS, strict=True)]
@@ -61,7 +61,7 @@ class Texts:
 
     tokens_NL: Tensor
     answer_NL: Tensor
-    """Which tokens the target wrote as answers; drafts are trained on these."""
+    """Which tokens are part of an answer by the target; drafts are trained on these."""
 
     def rows(self, index: Any) -> "Texts":
         """Return some of the texts."""
@@ -83,9 +83,9 @@ def enough_memory(task: str, option: str) -> Iterator[None]:
 
 
 class Writer:
-    """Lets a model write texts, all rows in step, without copying values to the host, so that a GPU's step is captured.
+    """Lets a model write texts, all rows in lockstep and without a sync, so that steps can be captured on a GPU.
 
-    Without a form it writes plain text. The end tokens end a turn or a text.
+    Without a form it writes plain text. End tokens end a turn or a text.
     """
 
     def __init__(self, target: HFModel, form: ChatForm | None, end_tokens: Sequence[int]) -> None:
@@ -108,7 +108,7 @@ class Writer:
         answering: bool = False,
     ) -> Texts:
         """Continue any number of texts, `rows` at a time."""
-        # Rows of one batch have starts of similar length, so that few of them idle.
+        # Batches have starts of similar length, so that few rows idle.
         order = sorted(range(len(starts)), key=lambda row: len(starts[row]))
         parts = []
         for first in range(0, len(starts), rows):
@@ -133,93 +133,91 @@ class Writer:
         context = target.start(rows, length)
         _prefill(context, starts)
         begun = [len(start) for start in starts]
-        page = _Page.new(starts, length, _ANSWER if answering or self._form is None else _USER, device)
-        self._choose(page, generator)
-        page.temperature_B.copy_(self._temperatures_X[page.choice_B])
-        page.noise_BV = torch.empty(rows, target.num_columns, device=device)
+        state = _State.new(starts, length, _ANSWER if answering or self._form is None else _USER, device)
+        state.choose(generator)
+        state.temperature_B.copy_(self._temperatures_X[state.choice_B])
+        state.noise_BV = torch.empty(rows, target.num_columns, device=device)
         graphs = GraphCache() if captures(device) and target.graph_obstacle is None else None
         if graphs is not None:
             context.span = context.capacity  # one capture serves all lengths
 
         def step() -> Tensor:
-            return self._step(page, context)
+            return self._step(state, context)
 
         for number in range(length - min(begun)):
-            page.noise_BV.exponential_(generator=generator)
-            self._choose(page, generator)
+            state.noise_BV.exponential_(generator=generator)
+            state.choose(generator)
             if graphs is None:
                 step()
                 context.settle([min(size + number, length - 1) for size in begun])
             else:
                 graphs.run(length, step)
             advance(rows)
-        return Texts(page.tokens_BL.to("cpu", torch.int32), page.answer_BL.cpu())
+        return Texts(state.tokens_BL.to("cpu", torch.int32), state.answer_BL.cpu())
 
-    def _choose(self, page: "_Page", generator: torch.Generator) -> None:
-        """Draw temperatures for turns that may begin."""
-        page.choice_B.random_(0, len(ANSWER_TEMPERATURES), generator=generator)
-
-    def _step(self, page: "_Page", context: Context) -> Tensor:
+    def _step(self, state: "_State", context: Context) -> Tensor:
         """Write one more token in every row."""
-        rows, length = page.tokens_BL.shape
-        limits_2 = page.limits_2
-        last_B1 = page.position_B[:, None].clamp(max=length) - 1
-        token_BT = page.tokens_BL.gather(1, last_B1)
+        rows, length = state.tokens_BL.shape
+        last_B1 = state.position_B[:, None].clamp(max=length) - 1
+        token_BT = state.tokens_BL.gather(1, last_B1)
         features_BTF = context.extend(token_BT, causal_block(rows, 1, token_BT.device))
         logits_BV = self._target.head(features_BTF[:, 0])
-        context.advance((context.lengths_B < length - 1).long())  # rows with long starts finish early, and idle
-        user_B = page.turn_B == _USER
-        sampled_B = _sampled(logits_BV, torch.where(user_B, 1.0, page.temperature_B), user_B, page.noise_BV)
-        # A bridge leads from the turn that ended to the next one; its index is that of the turn that ended.
-        bridging_B = page.bridging_B.clone()
-        bridge_B = self._bridges_2M[page.turn_B, page.forced_B.clamp(max=self._bridges_2M.shape[1] - 1)]
-        token_B = torch.where(bridging_B, bridge_B, sampled_B)
-        inside_B = page.position_B < length
-        place_B1 = page.position_B.clamp(max=length - 1)[:, None]
-        page.tokens_BL.scatter_(
-            1, place_B1, torch.where(inside_B[:, None], token_B[:, None], page.tokens_BL.gather(1, place_B1))
+        context.advance((context.lengths_B < length - 1).long())  # rows with long starts finish early and idle
+        user_B = state.turn_B == _USER
+        sampled_B = _sampled(logits_BV, torch.where(user_B, 1.0, state.temperature_B), user_B, state.noise_BV)
+        # A bridge is the tokens between two turns; its index is that of the turn that ended.
+        bridge_B = self._bridges_2M[state.turn_B, state.forced_B.clamp(max=self._bridges_2M.shape[1] - 1)]
+        token_B = torch.where(state.bridging_B, bridge_B, sampled_B)
+        inside_B = state.position_B < length
+        place_B1 = state.position_B.clamp(max=length - 1)[:, None]
+        state.tokens_BL.scatter_(
+            1, place_B1, torch.where(inside_B[:, None], token_B[:, None], state.tokens_BL.gather(1, place_B1))
         )
-        fresh_B1 = (inside_B & ~bridging_B & ~user_B)[:, None]
-        page.answer_BL.scatter_(1, place_B1, fresh_B1 | page.answer_BL.gather(1, place_B1))
-        page.position_B += 1
-        if self._form is None:
-            return token_B
-        ended_B = ~bridging_B & torch.isin(sampled_B, self._ends_E)
-        cut_B = ~bridging_B & ~ended_B & (page.written_B + 1 >= limits_2[page.turn_B])
-        # A turn that ended by itself has already written the first token of its bridge.
-        page.forced_B.copy_(torch.where(bridging_B, page.forced_B + 1, ended_B.long()))
-        page.written_B += (~bridging_B).long()
-        bridging_B = bridging_B | ended_B | cut_B
-        over_B = bridging_B & (page.forced_B >= self._lengths_2[page.turn_B])
-        page.turn_B.copy_(torch.where(over_B, 1 - page.turn_B, page.turn_B))
-        page.written_B.masked_fill_(over_B, 0)
-        page.bridging_B.copy_(bridging_B & ~over_B)
-        page.temperature_B.copy_(torch.where(over_B, self._temperatures_X[page.choice_B], page.temperature_B))
+        fresh_B1 = (inside_B & ~state.bridging_B & ~user_B)[:, None]
+        state.answer_BL.scatter_(1, place_B1, fresh_B1 | state.answer_BL.gather(1, place_B1))
+        state.position_B += 1
+        if self._form is not None:
+            self._change_turns(state, sampled_B)
         return token_B
+
+    def _change_turns(self, state: "_State", sampled_B: Tensor) -> None:
+        """End turns at end tokens and at their limit, and begin the next ones after the bridge."""
+        bridging_B = state.bridging_B.clone()
+        ended_B = ~bridging_B & torch.isin(sampled_B, self._ends_E)
+        cut_B = ~bridging_B & ~ended_B & (state.written_B + 1 >= state.limits_2[state.turn_B])
+        # A turn that ended by itself has already written the first token of its bridge.
+        state.forced_B.copy_(torch.where(bridging_B, state.forced_B + 1, ended_B.long()))
+        state.written_B += (~bridging_B).long()
+        bridging_B = bridging_B | ended_B | cut_B
+        over_B = bridging_B & (state.forced_B >= self._lengths_2[state.turn_B])
+        state.turn_B.copy_(torch.where(over_B, 1 - state.turn_B, state.turn_B))
+        state.written_B.masked_fill_(over_B, 0)
+        state.bridging_B.copy_(bridging_B & ~over_B)
+        state.temperature_B.copy_(torch.where(over_B, self._temperatures_X[state.choice_B], state.temperature_B))
 
 
 @dataclass(eq=False)
-class _Page:
-    """State of all rows; a captured step reads and writes it in place."""
+class _State:
+    """The state of all rows, which a captured step reads and writes in place."""
 
     tokens_BL: Tensor
     answer_BL: Tensor
     position_B: Tensor
     turn_B: Tensor
     written_B: Tensor
-    """Tokens of the turn."""
+    """Tokens of the turn so far."""
     forced_B: Tensor
-    """Tokens of the bridge written so far."""
+    """Tokens of the bridge so far."""
     bridging_B: Tensor
     temperature_B: Tensor
     choice_B: Tensor
     """Index of the temperature for an answer that begins now."""
     limits_2: Tensor
-    """Longest turns."""
+    """Longest turns of user and answer."""
     noise_BV: Tensor
 
     @classmethod
-    def new(cls, starts: Sequence[Sequence[int]], length: int, turn: int, device: torch.device) -> "_Page":
+    def new(cls, starts: Sequence[Sequence[int]], length: int, turn: int, device: torch.device) -> "_State":
         rows = len(starts)
         tokens = torch.tensor([[*start, *[0] * (length - len(start))] for start in starts], dtype=torch.int32)
         limits = [max(int(share * length), 1) for share in (_USER_SHARE, _ANSWER_SHARE)]
@@ -238,9 +236,13 @@ class _Page:
             noise_BV=zeros_B[:, None],
         )
 
+    def choose(self, generator: torch.Generator) -> None:
+        """Draw the temperature of each row's next answer, in case it begins in this step."""
+        self.choice_B.random_(0, len(ANSWER_TEMPERATURES), generator=generator)
+
 
 def _prefill(context: Context, starts: Sequence[Sequence[int]]) -> None:
-    """Read all tokens of the texts except the last, some rows at a time."""
+    """Read all tokens of the texts but the last, some rows at a time if there are many."""
     longest = max(map(len, starts))
     if longest < 2:
         return
@@ -248,7 +250,7 @@ def _prefill(context: Context, starts: Sequence[Sequence[int]]) -> None:
     if len(starts) * longest <= _PREFILL_TOKENS or shared == 0:
         context.prefill([start[:-1] for start in starts])
         return
-    context.prefill([start[:1] for start in starts])  # allocates the storage that the following calls fill
+    context.prefill([start[:1] for start in starts])  # allocates storage for the calls below
     rows = max(_PREFILL_TOKENS // longest, 1)
     for first in range(0, len(starts), rows):
         part = range(first, min(first + rows, len(starts)))
@@ -256,7 +258,7 @@ def _prefill(context: Context, starts: Sequence[Sequence[int]]) -> None:
 
 
 def _sampled(logits_BV: Tensor, temperature_B: Tensor, truncated_B: Tensor, noise_BV: Tensor) -> Tensor:
-    """Draw one token per row by a race with exponential noise, overwriting it; at temperature 0 take the likeliest."""
+    """Draw one token per row by a race with exponential noise, which is overwritten; at temperature 0 take the likeliest."""
     peak_B1 = logits_BV.amax(-1, keepdim=True).float()
     lowest_B1 = torch.where(truncated_B[:, None], peak_B1 + _LEAST_LOG_SHARE, -torch.inf)
     race_BV = noise_BV.log_().mul_(-temperature_B[:, None]).add_(logits_BV)

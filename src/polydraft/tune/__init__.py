@@ -1,6 +1,6 @@
-"""`polydraft tune`: decode the user's prompts with several trees, and keep the fastest.
+"""`polydraft tune`: time several trees on the user's prompts, and keep the fastest.
 
-Only its options are here, so that the command line's help does not wait for torch; `polydraft.tune.tuning` times.
+Only its options are here, so that the command line's help does not wait for torch; `polydraft.tune.tuning` does the work.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from polydraft.options import CpuOptions, PairOptions, PlaceOptions
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(PairOptions, PlaceOptions, CpuOptions):
-    """Options."""
+    """Options of `polydraft tune`."""
 
     source: str = "builtin"
     """Prompts to decode: builtin, a file or a folder of files, or hf:NAME[:SPLIT]. Use prompts like those you will send."""

@@ -1,4 +1,4 @@
-"""From prompts to a profile: one contest for each temperature and batch size."""
+"""`polydraft tune`: a contest for each temperature and batch size, and the profile with their winners."""
 
 import math
 import time
@@ -24,15 +24,15 @@ from polydraft.tune.contest import Candidate, Lap, hold_contest, planned_turns, 
 _MOST_PROMPTS = 64
 _STATIC = ("chain:2", "chain:4", "2x1x1", "4x2x1", "4x2x2x1x1")
 _DYNAMIC = {"cpu": ("dynamic:8", "dynamic:64"), "cuda": ("dynamic:32:6:fixed", "dynamic:64:7:fixed")}
-"""On a GPU for single greedy texts only: elsewhere they lose (decision 41)."""
+"""On a GPU only for single greedy texts: in other uses they lose (decision 41)."""
 _NGRAMS = ("lookup", "suffix")
 
 Observer = Callable[[str, int, int, str], None]
-"""Called with what is going on, how much of it is done, of how much, and a note."""
+"""Called with `(phase, done, total, note)`."""
 
 
 class Use(NamedTuple):
-    """What a setting is tuned for."""
+    """The use that a setting is tuned for."""
 
     temperature: float
     batch: int
@@ -40,7 +40,7 @@ class Use(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Result(Pick):
-    """How fast one candidate wrote in one contest."""
+    """How fast one candidate was in one contest."""
 
     low: float
     high: float
@@ -48,7 +48,7 @@ class Result(Pick):
     tokens_per_second: float
     tokens_per_pass: float
     laps: int
-    """Batches of prompts that it wrote until it dropped out, or the contest ended."""
+    """Batches of prompts that it decoded until it dropped out or the contest ended."""
     picked: bool
 
 
@@ -68,7 +68,7 @@ class Tuning:
         self._prompts = [encoder.encode(one.content, chat=not options.raw) for one in texts]
         check_prompts(self._prompts, model.max_positions, model.vocab_size)
         self.results: list[Result] = []
-        """Of all contests; within one, plain decoding first, then the fastest first."""
+        """Results of all contests; in each, plain decoding comes first, then the others by speed."""
 
     def run(self) -> list[Result]:
         """Hold all contests and return the best setting for each temperature and batch size."""
@@ -84,7 +84,7 @@ class Tuning:
         return profile_file(self.options.target, self.draft_name, self._place, self._format)
 
     def profile(self, picks: Sequence[Pick]) -> Profile:
-        """Return the picks with their figures, and the machine, models and version they hold for."""
+        """Return a profile with the picks, their figures, and the machine, models and version that they apply to."""
         options = LoadOptions(self.options.target, self.draft_name, native=self.options.native)
         figures = {"made": time.strftime("%Y-%m-%d"), "results": [asdict(one) for one in self.results]}
         return Profile(origin=origin_of(options, self.draft_name, self._place, self._format), picks=picks, figures=figures)
@@ -97,13 +97,13 @@ class Tuning:
         return usual_candidates(use, self._place.type, resolved(untuned).tree, columns)
 
     def _contest(self, use: Use, number: int, count: int) -> list[Result]:
-        """Hold one contest of several; preparing the candidates does not count as its time."""
+        """Hold contest `number` of `count`. Preparing the candidates does not count towards its time."""
         plain, *rivals = entered = self.candidates(use)
         steps, seconds = len(entered) + planned_turns(len(rivals)), 60 * self.options.minutes / count
         done, began = 0, math.inf
 
         def tell(note: str) -> None:
-            """Show how far tuning is, by its work or by its time, whichever is nearer to the end."""
+            """Report progress by work or by time, whichever is closer to the end."""
             nonlocal done
             share = min(max(done / steps, (time.monotonic() - began) / seconds), 1.0)
             where = f"T={use.temperature:g}, batch size {use.batch}"
@@ -115,7 +115,7 @@ class Tuning:
         decoders = {}
         for one in entered:
             tell(f"preparing {one.name}")
-            # Drafting pauses while it does not pay, as it will in what `load` makes of a profile.
+            # Drafting pauses while it does not pay, as it will in a decoder that `load` makes from the profile.
             options = LoadOptions(tree=one.tree, drafter=one.drafter)
             decoders[one] = make_decoder(options, self._loaded, self._draft, pauses=True)
             decoders[one].warm_up(sampling=sampling, batch_size=use.batch, longest=longest)
@@ -133,7 +133,7 @@ class Tuning:
 
 
 def usual_candidates(use: Use, device: str, default: str, columns: int | None) -> list[Candidate]:
-    """Return plain decoding and what may beat it: the default and other trees, or n-grams without a draft."""
+    """Return plain decoding and its rivals: the default and other trees, or n-grams without a draft."""
     plain = Candidate("plain decoding")
     if columns is None:
         return [plain, *(Candidate(drafter, drafter=drafter) for drafter in _NGRAMS)]

@@ -1,4 +1,4 @@
-"""Models in GGUF files: read by their headers, converted once into the cache, in the format in use, and mapped from there."""
+"""Models in GGUF files: converted once to the number format in use, kept in the cache, and memory-mapped from there."""
 
 from polydraft.models.gguf.folder import converted_folder, gguf_source
 from polydraft.models.gguf.header import vocabulary_of

@@ -1,7 +1,7 @@
-"""From the names in a GGUF file to a model of `transformers`: its config, and where each of its tensors comes from.
+"""The `transformers` model in a GGUF file: its config, and which tensors of the file each parameter is made of.
 
-The tables are those of `transformers` (config keys, tensors that are stored otherwise) and of the package `gguf` (names of
-tensors); they are asked for one tensor at a time, where `from_pretrained(gguf_file=...)` holds all of them in float32.
+Config keys and transposed or permuted tensors are looked up in the tables of `transformers`, names of tensors in those of the
+package `gguf`. Tensors are converted one at a time, whereas `from_pretrained(gguf_file=...)` holds all of them in float32.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,36 +18,36 @@ from polydraft.errors import FailureError, UsageError
 from polydraft.models.gguf.header import OUTPUT, GgufHeader, GgufTensor
 
 _MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
-"""Names of `transformers` for architectures, where they differ."""
+"""Architectures that have another name in `transformers`."""
 _TEXT_TYPES = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}
-"""Model types of which a file has the part for texts only."""
+"""Model types of which files contain only the text part."""
 _ALWAYS_TIED = ("falcon", "bloom")
 _DEEPEST = 2
-"""Outer modules that names in a file may leave out."""
+"""How many outer modules the names in a file may omit."""
 _NO_TEXT = ("t5", "t5encoder", "umt5")
 
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter of the model, and what it is made of."""
+    """A parameter of the model, and the tensors that it is made of."""
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[GgufTensor, ...]
     """More than one for experts, whose tensors are joined."""
     is_linear: bool
-    """Whether it is the weight of a linear layer, which has an int8 form."""
+    """Whether it is the weight of a linear layer, which can be stored in int8."""
 
 
 class Architecture:
-    """The model that a file holds.
+    """The model in a GGUF file.
 
     Raises
     ------
     UsageError
-        If `transformers` has no such architecture.
+        If `transformers` does not know the architecture.
     FailureError
-        If tensors are missing, or hold more or fewer numbers than the sizes in the header say.
+        If tensors are missing or do not have the sizes in the header.
     """
 
     def __init__(self, source: Path, header: GgufHeader) -> None:
@@ -55,7 +55,7 @@ class Architecture:
         self.model = _on_meta(source, self.config)
         modules = {module: name for name, module in self.model.named_modules()}
         self.embedding: str = modules[self.model.get_input_embeddings()]
-        """Name of the table of tokens at the input."""
+        """Name of the embedding table."""
         self.head: str = modules[self.model.get_output_embeddings()]
         """Name of the output head, which may share that table."""
         self._processor = _processor(header.architecture, said)
@@ -64,11 +64,11 @@ class Architecture:
 
     @property
     def tied(self) -> bool:
-        """Whether the output head shares the table at the input."""
+        """Whether the output head shares the embedding table."""
         return all(weight.name != f"{self.head}.weight" for weight in self.weights)
 
     def restored(self, weight: Weight, values: Sequence[NDArray[np.float32]]) -> Tensor:
-        """Return a parameter from the numbers of its sources, undoing what was done to them when the file was written."""
+        """Return a parameter, given the numbers of its sources, undoing how they were changed when the file was written."""
         joined: dict[str, dict[str, Tensor]] = {"tensors": {}}
         result = None
         for source, numbers in zip(weight.sources, values, strict=True):
@@ -106,7 +106,7 @@ class Architecture:
 
 
 def _config(source: Path, header: GgufHeader) -> tuple[Any, dict[str, Any]]:
-    """Return the config, and what the header says for it."""
+    """Return the config, and the values from the header that it is made of."""
     from transformers import AutoConfig
     from transformers.integrations import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
@@ -114,23 +114,20 @@ def _config(source: Path, header: GgufHeader) -> tuple[Any, dict[str, Any]]:
     model_type = _MODEL_TYPES.get(architecture, architecture)
     if architecture == "llama" and header.fields.get("general.name") == "mistral":
         model_type = "mistral"
-    table = {key: renamed for key, renamed in GGUF_CONFIG_MAPPING.items() if key not in _NO_TEXT}
-    if model_type not in set(table) - {"general", "tokenizer"}:
-        known = ", ".join(sorted(set(table) - {"general", "tokenizer"}))
+    known = sorted(set(GGUF_CONFIG_MAPPING) - {"general", "tokenizer", *_NO_TEXT})
+    if model_type not in known:
         raise UsageError(
             f"transformers cannot read {source.name}, whose architecture is {architecture!r}; use the model in its own format, "
-            f"or one of: {known}"
+            f"or one of: {', '.join(known)}"
         )
     said: dict[str, Any] = {
         "tie_word_embeddings": OUTPUT not in header.tensors or architecture in _ALWAYS_TIED,
         **GGUF_CONFIG_DEFAULTS_MAPPING.get(model_type, {}),
-        "vocab_size": len(header.tokens),
+        **({"vocab_size": len(header.tokens)} if header.tokens else {}),
     }
-    if not header.tokens:
-        del said["vocab_size"]
     for key, value in header.fields.items():
         prefix, _, rest = key.partition(".")
-        renamed = table.get(model_type if prefix == architecture else prefix, {}).get(rest)
+        renamed = GGUF_CONFIG_MAPPING.get(model_type if prefix == architecture else prefix, {}).get(rest)
         if renamed is not None and renamed != -1:
             said[renamed] = value
     said["model_type"] = _TEXT_TYPES.get(model_type, model_type)
@@ -139,7 +136,7 @@ def _config(source: Path, header: GgufHeader) -> tuple[Any, dict[str, Any]]:
 
 
 def _adjust(said: dict[str, Any], header: GgufHeader) -> None:
-    """Say what some architectures state by other means, as `transformers` does."""
+    """Set values that some architectures do not state directly, as `transformers` does."""
     if said["model_type"] == "qwen3" and isinstance(size := header.fields.get("qwen3.attention.key_length"), int):
         said["head_dim"] = size
     elif said["model_type"] == "stablelm":
@@ -156,7 +153,7 @@ def _adjust(said: dict[str, Any], header: GgufHeader) -> None:
 
 
 def _on_meta(source: Path, config: Any) -> Any:
-    """Return a model without numbers."""
+    """Return a model on the meta device, without weights."""
     from transformers import AutoModelForCausalLM
 
     try:
@@ -164,24 +161,26 @@ def _on_meta(source: Path, config: Any) -> Any:
             return AutoModelForCausalLM.from_config(config)
     except (ValueError, TypeError, KeyError, ZeroDivisionError, RuntimeError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise UsageError(f"transformers has no model like {source.name} ({reason}); use the model in its own format") from None
+        raise UsageError(
+            f"transformers cannot build the model in {source.name} ({reason}); use the model in its own format"
+        ) from None
 
 
 def _processor(architecture: str, said: dict[str, Any]) -> Any:
-    """Return what undoes the changes that an architecture's tensors went through."""
+    """Return the object of `transformers` that undoes how an architecture's tensors were changed for the file."""
     from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor
 
     return TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=said)
 
 
 def _names(model: Any, header: GgufHeader, processor: Any) -> dict[str, str]:
-    """Return the model's name for each name of a tensor in a file."""
+    """Map the names of tensors in a file to those in the model."""
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     kinds = {name: kind for kind, name in MODEL_ARCH_NAMES.items()}
     table = get_tensor_name_map(kinds[header.architecture], int(model.config.get_text_config().num_hidden_layers))
     found: dict[str, str] = {}
-    for depth in range(_DEEPEST + 1):  # some files were made from an inner module, whose names are shorter
+    for depth in range(_DEEPEST + 1):  # some files were made from an inner module, where names are shorter
         for whole in model.state_dict():
             outer, inner = whole.split(".")[:depth], ".".join(whole.split(".")[depth:])
             inner = processor.preprocess_name(inner)

@@ -1,8 +1,6 @@
-"""The weights of a GGUF file, one after the other in the number format in use: dequantised, rounded, written, forgotten."""
+"""Converting the weights of a GGUF file: each is dequantised, rounded to the number format in use, and written."""
 
-import logging
 import os
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
@@ -19,28 +17,26 @@ from polydraft.models.gguf.shards import Shard, Slot, planned
 from polydraft.models.quantised import PADDING, rounded
 from polydraft.output import written_whole
 
-logger = logging.getLogger(__name__)
-
 _TABLE_WEIGHTS = 2**22
-"""Numbers of a table of tokens that are converted at a time."""
+"""Weights of an embedding table or output head to convert at a time."""
 _PLAIN = ("F32", "F16", "BF16")
-"""Formats whose blocks are no smaller than numbers."""
+"""Formats of plain numbers, which are not quantised."""
 BLOCKS, SCALES = ".blocks.", ".scales"
-"""In names: before the format of a table that is kept in the file's own blocks; what one step of an int8 row is worth."""
+"""Parts of tensor names: before the format of a table that keeps the file's own blocks, and the suffix of int8 scales."""
 
 
 class Conversion:
-    """What a file's weights become.
+    """Converts a file's weights to a number format.
 
-    In int8, linear layers are rounded as `polydraft.models.quantised` does, the table at the input keeps the file's own
-    blocks, and everything else is in float32.
+    With int8, linear layers are rounded as in `polydraft.models.quantised`, the embedding table keeps the file's own blocks,
+    and everything else is in float32.
 
     Parameters
     ----------
     dtype : torch.dtype
         Number format: float32, float16, bfloat16 or int8.
     shard_bytes : int
-        From how many bytes on a file is full.
+        Size above which a new file is started.
     """
 
     def __init__(self, source: Path, architecture: Architecture, dtype: torch.dtype, shard_bytes: int) -> None:
@@ -48,12 +44,12 @@ class Conversion:
         self._int8 = dtype == torch.int8
         self._dtype = torch.float32 if self._int8 else dtype
         self._made: dict[str, Weight] = {}
-        """What each tensor is made of; scales are made with their weight."""
+        """The weight that each tensor is made of. Scales are not listed: they are written with their weight."""
         self.shards = planned(self._slots(), shard_bytes)
 
     @property
     def num_bytes(self) -> int:
-        """What all files take."""
+        """Size of all files."""
         return sum(shard.num_bytes for shard in self.shards)
 
     def _slots(self) -> Iterator[Slot]:
@@ -79,19 +75,19 @@ class Conversion:
         yield Slot(_scales(name), torch.float32, (rows,))
 
     def _keeps_blocks(self, weight: Weight) -> bool:
-        """Whether a weight is a table of which rows are looked up, and nothing else is done with it."""
+        """Whether a weight is a quantised embedding table, which is only used to look up rows."""
         name = self._architecture.embedding
         table = self._architecture.model.get_submodule(name)
         is_table = weight.name == f"{name}.weight" and type(table) is nn.Embedding
         return is_table and len(weight.sources) == 1 and weight.sources[0].type not in _PLAIN
 
     def write(self, shard: Shard, folder: Path, advance: Callable[[int], None]) -> None:
-        """Write a file, whole or not at all.
+        """Write a file, completely or not at all.
 
         Parameters
         ----------
         advance : callable
-            Told of bytes that are done.
+            Called with the number of bytes just written.
         """
         workers = max(min(os.cpu_count() or 1, torch.get_num_threads()), 1)
         with written_whole(folder / shard.file) as unfinished, unfinished.open("wb", buffering=0) as file:
@@ -111,45 +107,44 @@ class Conversion:
                     raise
 
     def _parts(self, slot: Slot, shard: Shard) -> Iterator[Callable[[int, int], int]]:
-        """Return what writes a tensor from one open file into another, at once or some rows at a time."""
+        """Yield functions that convert a tensor, or some of its rows, from one open file into another."""
         weight = self._made.get(slot.name)
-        if weight is None:  # scales
+        if weight is None:  # scales are written with their weight
             return
-        offsets = shard.offsets
-        if slot.dtype == torch.uint8:
-            yield lambda source, file: _put(file, offsets[slot.name], torch.from_numpy(_blocks(source, weight.sources[0])))
+        if slot.dtype == torch.uint8 or weight.sources[0].name not in (EMBEDDING, OUTPUT):
+            yield partial(self._convert, weight, slot, shard)
             return
-        if weight.sources[0].name not in (EMBEDDING, OUTPUT):
-
-            def whole(source: int, file: int) -> int:
-                values = [dequantised(_blocks(source, tensor), tensor) for tensor in weight.sources]
-                return self._store(file, slot, offsets, self._architecture.restored(weight, values), 0)
-
-            yield whole
-            return
-        (table,) = weight.sources
         rows, columns = weight.shape
         step = max(_TABLE_WEIGHTS // columns, 1)
-
-        def some(start: int, source: int, file: int) -> int:
-            values = dequantised(_blocks(source, table, start, min(start + step, rows)), table)
-            return self._store(file, slot, offsets, torch.from_numpy(values), start)
-
         for start in range(0, rows, step):
-            yield partial(some, start)
+            yield partial(_convert_rows, weight, slot, shard, range(start, min(start + step, rows)))
 
-    def _store(self, file: int, slot: Slot, offsets: dict[str, int], values: Tensor, first_row: int) -> int:
-        """Write rows of a tensor, from one on, in its format."""
-        row_bytes = slot.num_bytes // slot.shape[0]
-        at = offsets[slot.name] + first_row * row_bytes
-        if slot.dtype != torch.int8:
-            return _put(file, at, values.to(slot.dtype))
-        data_FX, scales_F = rounded(values)
-        return _put(file, at, data_FX) + _put(file, offsets[_scales(slot.name)] + first_row * 4, scales_F)
+    def _convert(self, weight: Weight, slot: Slot, shard: Shard, source: int, file: int) -> int:
+        """Write a whole tensor; return how many bytes were written."""
+        if slot.dtype == torch.uint8:  # the file's own blocks
+            return _put(file, shard.offsets[slot.name], torch.from_numpy(_blocks(source, weight.sources[0])))
+        values = [dequantised(_blocks(source, tensor), tensor) for tensor in weight.sources]
+        return _store(self._architecture.restored(weight, values), slot, shard, 0, file)
+
+
+def _convert_rows(weight: Weight, slot: Slot, shard: Shard, rows: range, source: int, file: int) -> int:
+    """Write some rows of an embedding table or output head; return how many bytes were written."""
+    (table,) = weight.sources
+    values = dequantised(_blocks(source, table, rows.start, rows.stop), table)
+    return _store(torch.from_numpy(values), slot, shard, rows.start, file)
+
+
+def _store(values: Tensor, slot: Slot, shard: Shard, first_row: int, file: int) -> int:
+    """Write rows of a tensor in its format, starting at `first_row`; return how many bytes were written."""
+    at = shard.offsets[slot.name] + first_row * (slot.num_bytes // slot.shape[0])
+    if slot.dtype != torch.int8:
+        return _put(file, at, values.to(slot.dtype))
+    data_FX, scales_F = rounded(values)
+    return _put(file, at, data_FX) + _put(file, shard.offsets[_scales(slot.name)] + first_row * 4, scales_F)
 
 
 def dequantised(blocks: NDArray[np.uint8], tensor: GgufTensor) -> NDArray[np.float32]:
-    """Return the numbers of some rows of a tensor."""
+    """Dequantise some rows of a tensor."""
     import gguf
 
     values = gguf.dequantize(blocks, gguf.GGMLQuantizationType[tensor.type])
@@ -157,7 +152,7 @@ def dequantised(blocks: NDArray[np.uint8], tensor: GgufTensor) -> NDArray[np.flo
 
 
 def _blocks(source: int, tensor: GgufTensor, start: int = 0, end: int | None = None) -> NDArray[np.uint8]:
-    """Read some rows of a tensor, as they are in an open file."""
+    """Read some rows of a tensor from an open file, as bytes."""
     rows = tensor.shape[0]
     row_bytes = tensor.num_bytes // rows
     end = rows if end is None else end
@@ -172,7 +167,7 @@ def _blocks(source: int, tensor: GgufTensor, start: int = 0, end: int | None = N
 
 
 def _put(file: int, at: int, tensor: Tensor) -> int:
-    """Write a tensor at a place of an open file; return how many bytes these are."""
+    """Write a tensor at an offset of an open file; return its size in bytes."""
     content = tensor.contiguous().view(-1).view(torch.uint8).numpy().data
     done = 0
     while done < len(content):
@@ -182,21 +177,3 @@ def _put(file: int, at: int, tensor: Tensor) -> int:
 
 def _scales(name: str) -> str:
     return name.removesuffix(".weight") + SCALES
-
-
-class Progress:
-    """How far a conversion is, on a terminal only: in a file bars are illegible."""
-
-    def __init__(self, total: int) -> None:
-        from tqdm import tqdm
-
-        hidden = sys.stderr is None or not sys.stderr.isatty()
-        self._bar = tqdm(total=total, unit="B", unit_scale=True, desc="converting", leave=False, disable=hidden)
-
-    def __call__(self, done: int) -> None:
-        """Add bytes that are done."""
-        self._bar.update(done)
-
-    def close(self) -> None:
-        """Take the bar off the screen."""
-        self._bar.close()

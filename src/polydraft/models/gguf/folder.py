@@ -1,7 +1,7 @@
-"""Converted GGUF files in the cache: found by their content, made once, by one process at a time, and resumable.
+"""Converted GGUF files in the cache: found by content, converted once, by one process at a time, and resumable.
 
-A folder is complete when it has its manifest, which is written last. Each of its other files is also complete or absent, so the
-next process can continue from them; abandoned folders are removed after a week.
+A folder is complete once it has its manifest, which is written last. Every other file is complete or absent, too, so the next
+process can continue after an interruption. Abandoned folders are removed after a week.
 """
 
 import hashlib
@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import shutil
+import sys
 import tempfile
 import time
 from collections import Counter
@@ -20,7 +21,7 @@ import torch
 
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.gguf.architecture import Architecture
-from polydraft.models.gguf.conversion import Conversion, Progress
+from polydraft.models.gguf.conversion import Conversion
 from polydraft.models.gguf.header import read_header
 from polydraft.models.gguf.shards import SHARD_BYTES, write_index
 from polydraft.models.gguf.tokenizer import check_tokenizer, write_tokenizer
@@ -30,22 +31,22 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _VERSION = 3
-"""Counts up when folders that were made before are to be made again."""
+"""Increased when existing folders must be converted again."""
 _SAMPLE = 1 << 20
-"""Bytes at either end of a file that, with its size, tell it from others."""
+"""Bytes at either end of a file that identify it, together with its size."""
 _KEPT_SECONDS = 7 * 24 * 3600
-"""How long what an interrupted conversion has written waits for the next one."""
+"""How long the files of an interrupted conversion are kept."""
 _REMEDY = "set POLYDRAFT_CACHE to another folder"
 
 
 def gguf_source(name: str) -> Path | None:
-    """Return the GGUF file that a name stands for: the file itself, or the only one in a folder without a config.json."""
+    """Return the GGUF file that a name refers to: the file itself, or the only one in a folder without a config.json."""
     path = Path(name).expanduser()
     if path.suffix == ".gguf" and not os.path.isdir(path):
         if not os.path.isfile(path):
             raise UsageError(f"cannot load model {name!r}: there is no such file; name a GGUF file or a folder with one")
         return path
-    if not os.path.isdir(path) or (path / "config.json").exists():  # of names longer than any, Path.is_dir raises
+    if not os.path.isdir(path) or (path / "config.json").exists():  # not Path.is_dir, which raises if a name is too long
         return None
     files = sorted(path.glob("*.gguf"))
     if len(files) > 1:
@@ -55,7 +56,7 @@ def gguf_source(name: str) -> Path | None:
 
 
 def converted_folder(source: Path, dtype: torch.dtype) -> Path:
-    """Return a folder with a GGUF file's model in a number format, converting it the first time."""
+    """Return the folder with a GGUF file's model in a number format, converting it the first time."""
     folder = _folder(source, dtype)
     _tidy(folder.parent)
     if not is_complete(folder):
@@ -64,7 +65,7 @@ def converted_folder(source: Path, dtype: torch.dtype) -> Path:
 
 
 def is_converted(source: Path, dtype: torch.dtype) -> bool:
-    """Whether a GGUF file was converted to a number format before."""
+    """Whether a GGUF file was already converted to a number format."""
     return is_complete(_folder(source, dtype))
 
 
@@ -74,7 +75,7 @@ def _folder(source: Path, dtype: torch.dtype) -> Path:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder holds all that its manifest lists."""
+    """Whether a folder has all files in its manifest."""
     try:
         manifest = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         sizes = manifest["files"].items()
@@ -84,56 +85,39 @@ def is_complete(folder: Path) -> bool:
 
 
 def convert(source: Path, folder: Path, dtype: torch.dtype, shard_bytes: int = SHARD_BYTES) -> None:
-    """Convert a GGUF file into a folder, or go on where that was interrupted.
+    """Convert a GGUF file into a folder, or continue an interrupted conversion.
 
-    A file that cannot be used is refused by its header, before anything is written.
+    Files that cannot be used are refused by their headers, before anything is written.
 
     Parameters
     ----------
     shard_bytes : int
-        From how many bytes on a file of weights is full: what an interruption costs at most.
+        Size above which a new file of weights is started: an interruption loses at most this much.
     """
     header = read_header(source)
     check_tokenizer(source, header)
     kinds = Counter(tensor.type for tensor in header.tensors.values() for _ in tensor.shape[1:])
-    kind, size = ", ".join(name for name, _ in kinds.most_common(2)), header.num_weights / 1e9
-    logger.info("%s: %s, %.1fB weights in %s, %d tokens", source.name, header.architecture, size, kind, len(header.tokens))
+    kind, billions = ", ".join(name for name, _ in kinds.most_common(2)), header.num_weights / 1e9
+    logger.info("%s: %s, %.1fB weights in %s, %d tokens", source.name, header.architecture, billions, kind, len(header.tokens))
     architecture = Architecture(source, header)
     conversion = Conversion(source, architecture, dtype, shard_bytes)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):  # the only reliable test is to write
-            pass
-    except OSError as error:
-        raise FailureError(f"cannot write to {folder.parent} ({error.strerror}); {_REMEDY}") from None
+    _make_writable(folder)
     with locked(folder, lambda: logger.info("another process is converting %s; waiting for it ...", source.name)):
         if is_complete(folder):
             return
         _remove_partial(folder)
         left = [shard for shard in conversion.shards if not _has(folder / shard.file, shard.num_bytes)]
         needed = sum(shard.num_bytes for shard in left)
-        free = shutil.disk_usage(folder).free
-        if free < 1.02 * needed:
-            _discard(folder)
-            raise FailureError(
-                f"{source.name} needs {_gigabytes(needed)} ({needed} bytes) in {folder.parent}, where {_gigabytes(free)} are "
-                f"free; set POLYDRAFT_CACHE to a folder with more"
-            )
+        _check_space(source, folder, needed)
         done = conversion.num_bytes - needed
-        resumed = f", {_gigabytes(done)} of it there already" if done else ""
-        logger.info(
-            "converting %s, once: %s%s in %s (POLYDRAFT_CACHE) ...",
-            source.name,
-            _gigabytes(conversion.num_bytes),
-            resumed,
-            folder,
-        )
-        progress = Progress(needed)
+        size = _gigabytes(conversion.num_bytes) + (f", {_gigabytes(done)} of it there already" if done else "")
+        logger.info("converting %s, once: %s in %s (POLYDRAFT_CACHE) ...", source.name, size, folder)
         try:
             write_tokenizer(header, folder)
             _write_config(architecture.config, architecture.model, folder, dtype)
-            for shard in left:
-                conversion.write(shard, folder, progress)
+            with _progress_bar(needed) as bar:
+                for shard in left:
+                    conversion.write(shard, folder, bar.update)
             if dtype != torch.int8:
                 write_index(folder, conversion.shards)
             _write_manifest(folder, source, dtype)
@@ -141,9 +125,36 @@ def convert(source: Path, folder: Path, dtype: torch.dtype, shard_bytes: int = S
             _discard(folder)
             reason = f"could not convert {source.name} into {folder} ({error.strerror or error})"
             raise FailureError(f"{reason}; free some space, or {_REMEDY}") from None
-        finally:
-            progress.close()
     _mention_earlier(source)
+
+
+def _make_writable(folder: Path) -> None:
+    """Create a folder; refuse one that cannot be written to."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):  # the only reliable test is to write
+            pass
+    except OSError as error:
+        raise FailureError(f"cannot write to {folder.parent} ({error.strerror}); {_REMEDY}") from None
+
+
+def _check_space(source: Path, folder: Path, needed: int) -> None:
+    """Refuse a conversion that would fill the disk."""
+    free = shutil.disk_usage(folder).free
+    if free < 1.02 * needed:
+        _discard(folder)
+        raise FailureError(
+            f"{source.name} needs {_gigabytes(needed)} ({needed} bytes) in {folder.parent}, where {_gigabytes(free)} are "
+            f"free; set POLYDRAFT_CACHE to a folder with more space"
+        )
+
+
+def _progress_bar(total: int) -> Any:
+    """Return a progress bar, which shows only on terminals."""
+    from tqdm import tqdm
+
+    hidden = sys.stderr is None or not sys.stderr.isatty()
+    return tqdm(total=total, unit="B", unit_scale=True, desc="converting", leave=False, disable=hidden)
 
 
 def _write_config(config: Any, model: Any, folder: Path, dtype: torch.dtype) -> None:
@@ -174,20 +185,20 @@ def _has(file: Path, size: int) -> bool:
 
 
 def _remove_partial(folder: Path) -> None:
-    """Remove what killed processes were writing; nobody else writes here now."""
+    """Remove the partial files of killed processes. The folder must be locked."""
     with suppress(OSError):
         for path in folder.glob(".*"):
             path.unlink(missing_ok=True)
 
 
 def _discard(folder: Path) -> None:
-    """Leave nothing behind."""
+    """Remove a folder."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tidy(root: Path) -> None:
-    """Remove what killed processes were writing, and folders abandoned long ago."""
-    remove_leftovers(cache_root())  # of earlier versions
+    """Remove the partial files of killed processes, and folders abandoned long ago."""
+    remove_leftovers(cache_root())  # where earlier versions have left some
     with suppress(OSError):
         for folder in [path for path in root.iterdir() if path.is_dir() and not (path / MANIFEST).exists()]:
             with locked(folder, None) as held:
@@ -198,7 +209,7 @@ def _tidy(root: Path) -> None:
 
 
 def _mention_earlier(source: Path) -> None:
-    """Say where earlier versions have put the same file, in float32 mostly."""
+    """Log where earlier versions have stored the same file converted, so that the user can delete it."""
     stem = source.stem[:80]
     with suppress(OSError):
         for path in sorted(cache_root().iterdir()):
@@ -208,7 +219,7 @@ def _mention_earlier(source: Path) -> None:
 
 
 def _fingerprint(source: Path) -> str:
-    """Return a digest of a file's size and of its first and last bytes, which identifies it under any name."""
+    """Return a hash of a file's size and of its first and last bytes, which identifies it under any name."""
     size = source.stat().st_size
     with source.open("rb") as file:
         head = file.read(_SAMPLE)

@@ -1,6 +1,6 @@
-"""What a GGUF file says of itself before its weights: read in a moment, so that files that cannot be used are refused at once.
+"""A fast reader of GGUF headers, which precede the weights, so that files that cannot be used are refused at once.
 
-The reader of the package `gguf` makes an array of every token and merge, which takes a minute for a large vocabulary.
+The reader of the package `gguf` makes an array for every token and merge, which takes a minute for a large vocabulary.
 """
 
 import importlib.util
@@ -17,15 +17,15 @@ from polydraft.errors import FailureError, UsageError
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _NUMBERS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""Formats of the kinds of values that have a fixed size, by the number that a file has for them."""
+"""Formats of values of fixed size, by the number of their type in a file."""
 _STRING, _ARRAY = 8, 9
 _DEEPEST = 4
-"""Arrays of arrays that anybody has written."""
+"""How deep arrays may be nested."""
 _MOST_DIMENSIONS = 8
 _ALIGNMENT = 32
-"""Of weights, where a file does not say."""
+"""Default alignment of weights."""
 EMBEDDING, OUTPUT = "token_embd.weight", "output.weight"
-"""Names of the tables of tokens: at the input, and at the output where that has one of its own."""
+"""Names of the embedding table and of the output head, if that has its own weight."""
 
 
 @dataclass(frozen=True)
@@ -34,53 +34,53 @@ class GgufTensor:
 
     name: str
     shape: tuple[int, ...]
-    """Rows first, as in torch; of numbers, not of bytes."""
+    """In numbers, not bytes; rows first, as in torch."""
     type: str
     """Name of its format, such as Q4_K."""
     start: int
-    """Of its bytes in the file."""
+    """Offset of its bytes in the file."""
     num_bytes: int
 
     @property
     def num_weights(self) -> int:
-        """How many numbers it holds."""
+        """Number of weights."""
         return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
 class GgufHeader:
-    """What stands before the weights."""
+    """The content of a file before its weights."""
 
     fields: dict[str, Any]
-    """Numbers, texts, and lists of these."""
+    """Numbers, strings, and lists of these."""
     tensors: dict[str, GgufTensor]
     num_bytes: int
-    """Of a file that has all of its weights."""
+    """Size of the complete file."""
 
     @property
     def architecture(self) -> str:
-        """Name of the kind of model."""
+        """Name of the model's architecture."""
         return str(self.fields.get("general.architecture"))
 
     @property
     def num_weights(self) -> int:
-        """How many numbers all tensors hold."""
+        """Number of weights in all tensors."""
         return sum(tensor.num_weights for tensor in self.tensors.values())
 
     @property
     def tokens(self) -> list[str]:
-        """Tokens by id; none where the file has no tokenizer."""
+        """Tokens by id; empty if the file has no tokenizer."""
         tokens = self.fields.get("tokenizer.ggml.tokens")
         return tokens if isinstance(tokens, list) else []
 
 
 def read_header(source: Path) -> GgufHeader:
-    """Read the header of a GGUF file whose weights are all there.
+    """Read the header of a complete GGUF file.
 
     Raises
     ------
     FailureError
-        If it is no such file, ends too early, or is of a kind that is not known.
+        If it is not a GGUF file, is cut short, or is of an unknown version.
     UsageError
         If its weights are in a format that cannot be read.
     """
@@ -89,14 +89,14 @@ def read_header(source: Path) -> GgufHeader:
     size = source.stat().st_size
     with source.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
-            raise FailureError(f"{source} is no GGUF file; download it again")
+            raise FailureError(f"{source} is not a GGUF file; download it again")
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
             try:
                 header = _Reader(data, len(_MAGIC)).header(source)
             except UsageError:
                 raise
             except EOFError:
-                raise FailureError(f"{source} is cut short, its header is not whole; download it again") from None
+                raise FailureError(f"{source} is cut short, its header is incomplete; download it again") from None
             except (ValueError, KeyError, OverflowError, MemoryError, RecursionError) as error:
                 reason = str(error) or type(error).__name__
                 raise FailureError(f"{source} is damaged or of a newer kind ({reason}); download it again") from None
@@ -110,12 +110,12 @@ def read_header(source: Path) -> GgufHeader:
 
 
 def vocabulary_of(source: Path) -> dict[str, int]:
-    """Return the tokens of a GGUF file, by its header; converted, a few may be spelled otherwise."""
+    """Return the tokens in a GGUF file's header; the converted tokenizer may spell a few of them differently."""
     return {token: number for number, token in enumerate(read_header(source).tokens)}
 
 
 def _check_tables(source: Path, header: GgufHeader) -> None:
-    """Refuse tables of tokens with more or fewer rows than there are tokens."""
+    """Refuse an embedding table or output head whose rows do not match the number of tokens."""
     for name in (EMBEDDING, OUTPUT):
         table = header.tensors.get(name)
         if header.tokens and table is not None and table.shape[0] != len(header.tokens):
@@ -126,16 +126,16 @@ def _check_tables(source: Path, header: GgufHeader) -> None:
 
 
 class _Reader:
-    """Reads values one after the other."""
+    """Reads values sequentially from a mapped file."""
 
     def __init__(self, data: mmap.mmap, start: int) -> None:
-        self._data, self._at, self._size, self._order = data, start, len(data), "<"
+        self._data, self._at, self._size = data, start, len(data)
 
     def header(self, source: Path) -> GgufHeader:
-        """Read all there is before the weights."""
+        """Read everything before the weights."""
         version = self._number("I")
         if version & 0xFFFF == 0:
-            raise ValueError("its bytes are in the order of another kind of machine")
+            raise ValueError("it has the byte order of another kind of machine")
         if version not in _VERSIONS:
             raise ValueError(f"its version is {version}")
         num_tensors, num_fields = self._number("Q"), self._number("Q")
@@ -158,14 +158,14 @@ class _Reader:
                     "such as Q4_K_M or Q8_0"
                 ) from None
             if shape and shape[-1] % in_block:
-                raise ValueError(f"rows of tensor {name} are no whole blocks")
+                raise ValueError(f"rows of tensor {name} are not whole blocks")
             num_bytes = math.prod(shape) // in_block * block_bytes
             placed[name] = GgufTensor(name, shape, title, start + offset, num_bytes)
         end = max((tensor.start + tensor.num_bytes for tensor in placed.values()), default=start)
         return GgufHeader(fields, placed, end)
 
     def _tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Return a tensor's name, shape, number of its format, and where it begins behind the header."""
+        """Return a tensor's name, shape, number of its format, and offset after the header."""
         name = self._text()
         dimensions = self._number("I")
         if dimensions > _MOST_DIMENSIONS:
@@ -188,9 +188,9 @@ class _Reader:
         return [self._value(inner, depth + 1) for _ in range(count)]
 
     def _texts(self, count: int) -> list[str]:
-        """Read many texts: a vocabulary, or its merges."""
+        """Read many strings, such as a vocabulary or its merges."""
         data, at, size = self._data, self._at, self._size
-        length_of = struct.Struct(f"{self._order}Q").unpack_from
+        length_of = struct.Struct("<Q").unpack_from
         texts: list[str] = []
         for _ in range(count):
             if at + 8 > size:
@@ -214,17 +214,17 @@ class _Reader:
         if size > self._size - self._at:
             raise EOFError
         self._at += size
-        return struct.unpack_from(f"{self._order}{count}{kind}", self._data, self._at - size)
+        return struct.unpack_from(f"<{count}{kind}", self._data, self._at - size)
 
 
 @lru_cache
 def _format(kind: int) -> tuple[str, int, int]:
-    """Return the name of a format, numbers per block and bytes per block.
+    """Return the name of a format, its numbers per block and its bytes per block.
 
     Raises
     ------
     NotImplementedError
-        If it cannot be read; with its name.
+        If it cannot be read, with its name as the message.
     """
     import gguf
     import numpy as np

@@ -1,4 +1,4 @@
-"""Models from folders of converted GGUF files: weights are used where they are mapped, int8 ones as they are."""
+"""Loading converted GGUF files: weights are memory-mapped and used in place, in int8 too."""
 
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from polydraft.models.quantised import Int8Linear
 
 
 def load_converted(folder: Path) -> tuple[Any, dict[str, Any]]:
-    """Load a model on the CPU, in the number format that it was converted to.
+    """Load a converted model on the CPU, in the number format that it was converted to.
 
     Returns
     -------
     transformers.PreTrainedModel
-        In int8 with `Int8Linear` in place of its linear layers.
+        If it is in int8, its linear layers are `Int8Linear`.
     dict
         The loading info of `from_pretrained`.
     """
@@ -31,7 +31,7 @@ def load_converted(folder: Path) -> tuple[Any, dict[str, Any]]:
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config)
     for module in {*held, *(name.partition(BLOCKS)[0] for name in blocks)}:
-        # The right shape, without memory.
+        # Placeholders of the right shape that take no memory.
         shape = empty.get_submodule(module).weight.shape
         tensors[f"{module}.weight"] = torch.zeros((), dtype=config.dtype).expand(shape)
     tied = config.tie_word_embeddings
@@ -50,7 +50,7 @@ def load_converted(folder: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def load_converted_tokenizer(folder: Path) -> Any:
-    """Load the tokenizer of a folder as it was written: the tokenizer classes of model types would change it."""
+    """Load a folder's tokenizer as it was written; `AutoTokenizer` would choose a class that changes it."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast.from_pretrained(folder)

@@ -1,7 +1,7 @@
-"""Tensors in safetensors files, laid out so that a model can be run from where they are mapped.
+"""Safetensors files laid out so that a model can run directly from the memory-mapped file.
 
-Matrices that are used side by side (queries, keys and values; gate and up) are neighbours in their file. All tensors of a
-file are views of one mapping: nothing is read before it is used, and nothing is held twice.
+Matrices that are used side by side (queries, keys and values; gate and up) are adjacent in the file. All tensors of a file are
+views of one mapping: nothing is read before it is used, and nothing is held twice.
 """
 
 import json
@@ -9,19 +9,20 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8", torch.uint8: "U8"}
-"""Number formats, as safetensors files call them."""
+"""Names of number formats in safetensors files."""
 _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 _ALIGNMENT = 64
-"""Of the first tensor: a cache line."""
+"""Alignment of the first tensor: a cache line."""
 _LAYER = re.compile(r"(.*?\.\d+)\.")
 SHARD_BYTES = 256 * 2**20
-"""From how many bytes on a file is full."""
+"""Size above which a new file is started."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Slot:
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in the file."""
+        """Its size in the file."""
         return self.dtype.itemsize * torch.Size(self.shape).numel()
 
 
@@ -45,9 +46,9 @@ class Shard:
     file: str
     slots: tuple[Slot, ...]
 
-    @property
+    @cached_property
     def head(self) -> bytes:
-        """What stands before the tensors."""
+        """The file's content before the tensors."""
         entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
         at = 0
         for slot in self.slots:
@@ -58,9 +59,9 @@ class Shard:
         text += b" " * (-(8 + len(text)) % _ALIGNMENT)
         return len(text).to_bytes(8, "little") + text
 
-    @property
+    @cached_property
     def offsets(self) -> dict[str, int]:
-        """Where in the file each tensor begins."""
+        """Offset of each tensor in the file."""
         found, at = {}, len(self.head)
         for slot in self.slots:
             found[slot.name] = at
@@ -74,7 +75,7 @@ class Shard:
 
 
 def planned(slots: Iterable[Slot], most: int) -> list[Shard]:
-    """Distribute tensors over files, in their order: a layer is never divided, a large table has a file of its own."""
+    """Distribute tensors over files in order: layers are never divided, large tables get a file of their own."""
     groups: dict[str, list[Slot]] = {}
     for slot in slots:
         found = _LAYER.match(slot.name)
@@ -92,19 +93,19 @@ def planned(slots: Iterable[Slot], most: int) -> list[Shard]:
 
 
 def _rank(slot: Slot) -> int:
-    """Return which kind of tensor comes first within a layer, so that those of a kind are neighbours."""
+    """Return a sort key that makes tensors of the same kind adjacent within a layer."""
     if len(slot.shape) > 1:
         return 0
     return 2 if slot.name.endswith(".bias") else 3 if slot.name.endswith(".weight") else 1
 
 
 def _last(slot: Slot) -> bool:
-    """Whether a tensor may have any number of bytes, so that what follows it could not be mapped."""
+    """Whether a tensor must come last because its size may be odd, so that tensors after it could not be mapped."""
     return slot.dtype == torch.uint8
 
 
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
-    """Write which file each tensor is in, for other programs."""
+    """Write the index that tells other programs which file each tensor is in."""
     where = {slot.name: shard.file for shard in shards for slot in shard.slots}
     size = sum(slot.num_bytes for shard in shards for slot in shard.slots)
     text = json.dumps({"metadata": {"total_size": size}, "weight_map": where}, indent=1)
@@ -112,7 +113,7 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def mapped(file: Path) -> Iterator[tuple[str, Tensor]]:
-    """Return the tensors of a file, as views of one private mapping: what is written to them stays in memory."""
+    """Yield the tensors of a file as views of one private mapping: writing to them does not change the file."""
     whole = torch.from_file(str(file), shared=False, size=os.path.getsize(file), dtype=torch.uint8)
     length = int.from_bytes(bytes(whole[:8].tolist()), "little")
     entries = json.loads(bytes(whole[8 : 8 + length].numpy()))

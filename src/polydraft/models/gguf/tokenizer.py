@@ -1,7 +1,7 @@
-"""Tokenizers from the tables of a GGUF file: the tokens, merges and scores that its header holds, and nothing else.
+"""Tokenizers from the tokens, merges and scores in a GGUF header.
 
-The tables go straight to the package `tokenizers`, in seconds; texts get the tokens that `transformers` would give them
-(`AutoTokenizer.from_pretrained(gguf_file=...)`), which reads a large vocabulary for minutes.
+The tables go straight to the package `tokenizers`, which takes seconds. Texts get the same tokens as from
+`AutoTokenizer.from_pretrained(gguf_file=...)`, which takes minutes to read a large vocabulary.
 """
 
 import json
@@ -13,7 +13,7 @@ from polydraft.models.gguf.header import GgufHeader
 from polydraft.models.spelling import byte_letters
 
 _CONTROL, _USER_DEFINED = 3, 4
-"""Kinds of tokens that are never cut into pieces; those of control are no text."""
+"""Types of tokens that are never split; control tokens are not text."""
 _SPACE = "▁"
 _GEMMA = ("gemma", "gemma2", "gemma3", "gemma3n")
 _LLAMA3 = (
@@ -46,11 +46,11 @@ _SPLITS = {
     "tekken": _TEKKEN,
     **dict.fromkeys(("gpt-4o", "llama4", "kanana2", "minimax-m2"), _GPT4O),
 }
-"""How texts are split into words before they are merged, by the name that files have for it; else as GPT-2 does."""
+"""How texts are split into words before merging, by the name in the file; by default as in GPT-2."""
 
 
 def check_tokenizer(source: Path, header: GgufHeader) -> None:
-    """Refuse a file whose tokenizer cannot be made."""
+    """Refuse a file without a tokenizer, or with one of an unknown kind."""
     kind = header.fields.get("tokenizer.ggml.model")
     if not header.tokens or kind not in ("gpt2", "llama", "gemma4"):
         what = f"a tokenizer of the kind {kind!r}" if header.tokens else "no tokenizer"
@@ -58,7 +58,7 @@ def check_tokenizer(source: Path, header: GgufHeader) -> None:
 
 
 def write_tokenizer(header: GgufHeader, folder: Path) -> None:
-    """Write the tokenizer of a file as `transformers` reads it, with its special tokens and its chat template."""
+    """Write a file's tokenizer, special tokens and chat template in the format of `transformers`."""
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
@@ -74,22 +74,16 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
             settings[f"{end}_token"] = None
             continue
         settings[f"{end}_token"] = header.tokens[number]
-        # Gemma without its first token repeats one word for ever.
+        # Without its first token, Gemma repeats one word forever.
         said = header.fields.get(f"tokenizer.ggml.add_{end}_token")
         if said is not None:
             settings[f"add_{end}_token"] = bool(said)
         if said:
             ends[end] = header.tokens[number], number
-    first, last = ([f"{ends[end][0]}:0"] if end in ends else [] for end in ("bos", "eos"))
-    pair = [
-        *first,
-        "$A:0",
-        *last,
-        *(part.replace(":0", ":1") for part in first),
-        "$B:1",
-        *(one.replace(":0", ":1") for one in last),
-    ]
-    tokenizer.post_processor = processors.TemplateProcessing([*first, "$A:0", *last], pair, list(ends.values()))
+    first, last = ([ends[end][0]] if end in ends else [] for end in ("bos", "eos"))
+    single = [f"{part}:0" for part in (*first, "$A", *last)]
+    pair = [*single, *(f"{part}:1" for part in (*first, "$B", *last))]
+    tokenizer.post_processor = processors.TemplateProcessing(single, pair, list(ends.values()))
     tokenizer.save(str(folder / "tokenizer.json"), pretty=False)
     if isinstance(template := header.fields.get("tokenizer.chat_template"), str):
         (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
@@ -97,7 +91,7 @@ def write_tokenizer(header: GgufHeader, folder: Path) -> None:
 
 
 def _byte_level(header: GgufHeader) -> Any:
-    """Return byte-level BPE, as GPT-2's."""
+    """Return a byte-level BPE tokenizer like GPT-2's."""
     from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     spelling = byte_letters()
@@ -122,7 +116,7 @@ def _byte_level(header: GgufHeader) -> Any:
 
 
 def _sentence_pieces(header: GgufHeader) -> Any:
-    """Return BPE over characters with bytes to fall back on, as Llama's."""
+    """Return a BPE tokenizer over characters that falls back to bytes, like Llama's."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     vocabulary = {token: number for number, token in enumerate(header.tokens)}
@@ -140,7 +134,7 @@ def _sentence_pieces(header: GgufHeader) -> Any:
 
 
 def _gemma(header: GgufHeader) -> Any:
-    """Return Gemma's tokenizer: earlier tokens are merged first, and runs of spaces are tokens."""
+    """Return Gemma's tokenizer: tokens with lower ids are merged first, and runs of spaces are tokens."""
     from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 
     tokens = [_SPACE * len(token) if " " in token and not token.strip() else token for token in header.tokens]
@@ -156,7 +150,7 @@ def _gemma(header: GgufHeader) -> Any:
 
 
 def _merges(header: GgufHeader, tokens: list[str], scores: list[float] | None = None) -> list[tuple[str, str]]:
-    """Return the merges that a file lists, or those that its tokens and their scores mean, likeliest first."""
+    """Return the merges listed in a file, or those implied by the scores of its tokens, likeliest first."""
     if isinstance(listed := header.fields.get("tokenizer.ggml.merges"), list):
         pairs = (merge.partition(" ") for merge in listed)
         return [(left, right) for left, _, right in pairs]
@@ -176,9 +170,9 @@ def _merges(header: GgufHeader, tokens: list[str], scores: list[float] | None = 
 
 
 def _add_whole_tokens(tokenizer: Any, header: GgufHeader, byte_level: bool) -> None:
-    """Let tokens that a file marks stay whole.
+    """Add the control and user-defined tokens of a file, which are never split.
 
-    In a byte-level vocabulary every token is spelled in the alphabet of bytes; one of control that is not is a mistake.
+    In a byte-level vocabulary, a control token that is not written in the alphabet of bytes is a mistake and is left out.
     """
     from tokenizers import AddedToken
 

@@ -1,1 +1,1 @@
-"""Feature heads: drafts that read the target's features."""
+"""Heads: drafts that read the target's features."""

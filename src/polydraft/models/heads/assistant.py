@@ -1,8 +1,8 @@
 """Gemma 4's assistants: drafts of a few layers that attend to the target's own keys and values.
 
-An assistant keeps nothing of a text. Each of its layers reads what one layer of the target has stored, and all candidates of a
-round stand where the last token does, however deep they are. What tells them apart is their input: the token, as the target
-embeds it, and the features before it, side by side.
+An assistant has no cache. Each of its layers reads the keys and values of one layer of the target, and all candidates of a
+round have the position of the last token, whatever their depth. They differ only in their input: the target's embedding of the
+token and the features before it, side by side.
 
 See docs/decisions/062-assistants-attend-to-the-target-s-memory.md.
 """
@@ -26,7 +26,7 @@ from polydraft.trees import Block
 
 
 class AssistantHead(Head):
-    """An assistant as a head: outputs are features, as the target would have them, and the assistant's own hidden states.
+    """An assistant as a head. Its outputs are predicted features of the target, then the assistant's own hidden states.
 
     Parameters
     ----------
@@ -35,14 +35,14 @@ class AssistantHead(Head):
     embedding : nn.Module
         The target's.
     layers : mapping
-        Of each kind of attention, the layer of the target whose keys and values are read.
+        For each kind of attention, the layer of the target whose keys and values are read.
     native : bool
-        On a CPU, run its linear layers by compiled code where there is some.
+        On a CPU, run its linear layers by compiled code if possible.
     """
 
     vocabulary = None
     taps = ()
-    lacks = "keeps nothing of a text by itself"
+    lacks = "has no cache of its own"
 
     def __init__(self, model: Any, embedding: nn.Module, layers: Mapping[str, int], name: str, native: bool) -> None:
         super().__init__()
@@ -71,14 +71,14 @@ class AssistantHead(Head):
         return int(self.text.vocab_size)
 
     def fused(self, features_RF: Tensor) -> Tensor:
-        """Put the target's last hidden states where outputs have features."""
+        """Return the target's last hidden states in the form of outputs, padded with zeros."""
         features_RF = features_RF[..., : self.num_features].to(self.dtype)
         return nn.functional.pad(features_RF, (0, self.hidden_size - self.num_features))
 
     def outputs(
         self, tokens_BT: Tensor, features_BTF: Tensor, positions_BT: Tensor, masks: dict[str, Tensor], kept: dict[str, Any]
     ) -> Tensor:
-        """Pass candidates through the layers; masks, keys and values are by kind of attention."""
+        """Pass candidates through the layers, with masks, keys and values for each kind of attention."""
         pair_BTX = torch.cat([self.embedding(tokens_BT).to(self.dtype), features_BTF], dim=-1)
         with self._linears or nullcontext():
             own_BTH = self.model.model(
@@ -91,7 +91,7 @@ class AssistantHead(Head):
             return torch.cat([self.model.post_projection(own_BTH), own_BTH], dim=-1)
 
     def head(self, outputs_RH: Tensor) -> Tensor:
-        """Apply the assistant's output head: to all tokens, or to those of the clusters that seem likeliest."""
+        """Apply the assistant's output head to all tokens, or only to those of the likeliest clusters."""
         own_RH, table_VH = outputs_RH[..., self.num_features :], self.model.lm_head.weight
         clusters = self.model.masked_embedding
         if clusters is None:
@@ -101,18 +101,18 @@ class AssistantHead(Head):
         best_RK = clusters.centroids(own_RH).topk(clusters.centroid_intermediate_top_k, dim=-1).indices
         tokens_RX = clusters.token_ordering.view(clusters.num_centroids, -1)[best_RK].flatten(-2)
         known_RX = (table_VH[tokens_RX] @ own_RH[..., None])[..., 0]
-        # Below all that are known, row by row: transformers has one such number for a whole batch.
+        # The other tokens get a logit below all known ones of their row; transformers uses one such number for the whole batch.
         others_R1 = known_RX.amin(-1, keepdim=True) - 1
         filled_RV: Tensor = others_R1.repeat_interleave(self.num_columns, dim=-1).scatter(-1, tokens_RX, known_RX)
         return filled_RV
 
     def start(self, batch_size: int, capacity: int) -> "AssistantContext":
-        """Open a memory of `batch_size` texts, which holds nothing but their lengths."""
+        """Return a context for `batch_size` texts, which holds only their lengths."""
         return AssistantContext(self, batch_size, capacity)
 
 
 class AssistantContext(Entries):
-    """How long the texts of one batch are, and where the target keeps them."""
+    """The lengths of a batch's texts, and the target's context that holds them."""
 
     elastic = borrows = True
     _head: AssistantHead
@@ -123,22 +123,22 @@ class AssistantContext(Entries):
         self._target: HFContext | None = None
 
     def borrow(self, context: Context) -> None:
-        """Attend to this memory of the target's from now on."""
+        """Attend to this context of the target from now on."""
         assert isinstance(context, HFContext), context
         self._target = context
 
     def read(self, tokens_BT: Tensor, fused_BWH: Tensor, block: Block, parents: Tensor | None = None) -> Tensor:
-        """Return the outputs of candidates; the place of the last token, and what the target has read, are the same for all.
+        """Return the outputs of candidates, all at the position of the last token.
 
-        Where there is nothing to attend to, as in a text of one token, outputs are zeros.
+        Texts with nothing to attend to, such as those of one token, get zeros.
         """
         head = self._head
         features_BTF = following(fused_BWH, parents)[..., : head.num_features]
         lengths_B, kept = self._kept(len(tokens_BT))
         slot_S = torch.arange(next(iter(kept.values()))[0].shape[2], device=self.device)
-        # Of a text with nothing to attend to, a slot is seen all the same: attention to none is undefined.
+        # At least one slot, even if there is nothing to attend to: attention to no slot is undefined.
         seen_BS = slot_S < lengths_B[:, None].clamp(min=1)
-        # As transformers counts: a window of so many tokens before the last one that the target has read.
+        # As in transformers, the window counts the tokens before the last one that the target has read.
         near_BS = seen_BS & (slot_S >= lengths_B[:, None] - 1 - head.text.sliding_window)
         size = tokens_BT.shape[1]
         masks = {kind: (seen_BS if kind == FULL else near_BS)[:, None, None].expand(-1, -1, size, -1) for kind in head.layers}
@@ -147,7 +147,7 @@ class AssistantContext(Entries):
         return outputs_BTH.where((lengths_B > 0)[:, None, None], 0.0)
 
     def _kept(self, rows: int) -> tuple[Tensor, dict[str, tuple[Tensor, Tensor]]]:
-        """Return how much the target has read of each text, and keys and values of it for each kind of attention."""
+        """Return how many tokens of each text the target has read, and their keys and values for each kind of attention."""
         target, head = self._target, self._head
         if target is not None and (used := target.span or max(target.lengths)):
             stored = {kind: target.cache.layer(number) for kind, number in head.layers.items()}
@@ -161,38 +161,33 @@ class AssistantContext(Entries):
         return torch.zeros(rows, dtype=torch.long, device=self.device), nothing
 
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
-        raise AssertionError("read() is the way in")
+        raise AssertionError("call read() instead of extend()")
 
     def store(self, tokens_BT: Tensor, fused_BTH: Tensor) -> None:
-        """Store nothing: the target does."""
-
-    @property
-    def divisible(self) -> bool:
-        """Always: there is nothing to divide."""
-        return True
+        """Do nothing: the target stores the texts."""
 
 
 class NoStorage(Storage):
-    """The slots of a memory that is the target's."""
+    """Storage without slots, for a context that reads the target's."""
 
     address = nbytes = 0
 
     def move(self, source_BD: Tensor, target_BD: Tensor) -> None:
-        """Move nothing."""
+        """Do nothing."""
 
     def grow(self, capacity: int) -> None:
-        """Enlarge nothing."""
+        """Do nothing."""
 
     def part(self, rows: slice) -> Self:
-        """Return this."""
+        """Return itself."""
         return self
 
     def clear(self, row: int) -> None:
-        """Overwrite nothing."""
+        """Do nothing."""
 
     def wipe(self) -> None:
-        """Overwrite nothing."""
+        """Do nothing."""
 
     def adopt(self, other: Any, rows: int) -> bool:
-        """Take over nothing, which always fits."""
+        """Return True: there is nothing to take over."""
         return True

@@ -1,4 +1,4 @@
-"""Gemma 4's assistants on disk: which target they are for, and whether their files are whole."""
+"""Gemma 4's assistants on disk: checking that they are complete and fit their target, and loading them."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from polydraft.models.hf import HFModel
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 _NOT_READ = tuple(f".self_attn.{part}.weight" for part in ("k_proj", "v_proj", "k_norm", "v_norm"))
-"""Ends of the names of tensors that training leaves behind: an assistant has no keys and values of its own."""
+"""Suffixes of tensors that training leaves behind: an assistant has no keys and values of its own."""
 
 
 def is_assistant(config: Mapping[str, Any]) -> bool:
@@ -24,12 +24,12 @@ def is_assistant(config: Mapping[str, Any]) -> bool:
 
 
 def load_assistant(folder: Path, target: HFModel, tokenizer: Any, name: str) -> AssistantHead:
-    """Load an assistant for its target, whose memory it is to attend to."""
+    """Load an assistant for its target, whose cache it attends to."""
     from transformers import AutoModelForCausalLM
 
     if target.spread is not None:
         raise UsageError(
-            f"assistant {name!r} reads the memory of target {target.name!r}, but {target.spread}; use a draft model"
+            f"assistant {name!r} reads the cache of target {target.name!r}, but {target.spread}; use a draft model"
         )
     layers = check_assistant(folder, target, name)
     try:
@@ -44,9 +44,9 @@ def load_assistant(folder: Path, target: HFModel, tokenizer: Any, name: str) -> 
 
 
 def check_assistant(folder: Path, target: Target, name: str) -> dict[str, int]:
-    """Return the layer of the target that has keys and values for each kind of attention; only headers are read.
+    """Return, for each kind of attention, the target's layer whose keys and values are read. Only headers are read.
 
-    Refuse an assistant whose files are not whole, or that is for another target.
+    Refuse an assistant with incomplete files, or for another target.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -54,7 +54,7 @@ def check_assistant(folder: Path, target: Target, name: str) -> dict[str, int]:
         config: Any = AutoConfig.from_pretrained(folder, local_files_only=True)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config)
-    except Exception as error:  # there is no common class of what transformers raises here
+    except Exception as error:  # transformers raises anything here
         raise UsageError(f"assistant {name!r} has no usable config.json ({first_line(error)}); get another copy") from None
     layers = _layers(config.get_text_config(), target, name)
     if (int(config.backbone_hidden_size), int(config.get_text_config().vocab_size)) != (target.hidden_size, target.vocab_size):
@@ -74,7 +74,7 @@ def check_assistant(folder: Path, target: Target, name: str) -> dict[str, int]:
 
 
 def _layers(text: Any, target: Target, name: str) -> dict[str, int]:
-    """Return the last layer of each kind of attention that keeps keys and values of its own, refusing those of other sizes."""
+    """Return the target's last layer of each kind of attention with its own keys and values; refuse a target of other sizes."""
     theirs, kinds = target.config, sorted({*text.layer_types})
     if not str(theirs.model_type).startswith("gemma4"):
         raise UsageError(

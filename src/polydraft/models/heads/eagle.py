@@ -1,7 +1,7 @@
-"""Heads of EAGLE's first two papers, in the authors' format: EAGLE-2 has other trees, its heads are the same.
+"""Heads of EAGLE's first two papers, in the authors' format. EAGLE-2 changed the trees, not the heads.
 
-`fc` joins a token's embedding and the target's last hidden states before it to one vector. One transformer layer follows, which
-norms nothing but the input of its MLP. Its outputs stand in for hidden states, and are read by the target's own output table.
+`fc` joins a token's embedding and the target's last hidden states before it to one vector. One transformer layer follows, whose
+only norm is that of the MLP's input. Its outputs replace hidden states and go to the target's own output table.
 
 References
 ----------
@@ -21,7 +21,7 @@ from polydraft.models.heads.foreign_tensors import FIRST, layer_shapes, layer_we
 from polydraft.models.heads.head_folder import Target
 
 _NAMES = ("LlamaForCausalLMEagle", "Qwen2ForCausalLMEagle", "EagleLlamaForCausalLM", "EagleQwen2ForCausalLM")
-"""What other engines call such a head."""
+"""Architectures of such heads in the configs of other engines."""
 
 
 class EagleFormat(Format):
@@ -32,7 +32,8 @@ class EagleFormat(Format):
     def recognise(self, config: Mapping[str, Any]) -> bool:
         """Whether a config.json is that of such a head.
 
-        The authors' own speak of a language model of one layer; some say besides whether `fc` has a bias, which no model does.
+        The authors' own configs describe a language model of one layer. The key `bias`, which is about `fc`, tells some of them
+        apart from real models.
         """
         names = config.get("architectures")
         named = isinstance(names, list) and any(name in _NAMES for name in names)
@@ -40,27 +41,27 @@ class EagleFormat(Format):
         return (named or marked) and "speculators_model_type" not in config and "draft_vocab_size" not in config
 
     def of_authors(self, config: Mapping[str, Any]) -> Config:
-        """Read a config: it is all about the layer."""
-        return Config(layer=config, form={self.taps: [1]})  # any one; `shape` takes it away
+        """Read a config, which describes only the layer."""
+        return Config(layer=config, form={self.taps: [1]})  # any value will do: `shape` removes it
 
     def shape(self, config: Config, target: Target, found: set[str]) -> HeadShape:
-        """Return sizes and form of a head of which there are the tensors `found`."""
+        """Return sizes and form of a head whose files have the tensors `found`."""
         shape = super().shape(config, target, found)
         return dataclasses.replace(shape, taps=(), reads_last=True, joins=True, normed=False, join_bias="fc.bias" in found)
 
-    def left_out(self, config: Config, tokens: int) -> Collection[str]:
-        """Return names of tensors that are the target's own."""
+    def ignored(self, config: Config, tokens: int) -> Collection[str]:
+        """Return the names of tensors to ignore, because the target's own are used."""
         return ("lm_head.weight",)
 
     def expected(self, config: Config, shape: HeadShape, tokens: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors that belong to a head."""
+        """Return the shapes of all tensors of a head."""
         size = shape.hidden_size
         expected = {"fc.weight": (size, 2 * size), **layer_shapes(shape, FIRST, size), "embed_tokens.weight": (tokens, size)}
         del expected[f"{FIRST}input_layernorm.weight"]
         return expected | ({"fc.bias": (size,)} if shape.join_bias else {})
 
     def renamed(self, theirs: Mapping[str, Tensor], shape: HeadShape) -> dict[str, Tensor]:
-        """Return the weights of a head under our names; of what is joined, we have features first."""
+        """Return the weights of a head under our names; we join features first, then tokens."""
         ours = {"join.weight": theirs["fc.weight"].roll(shape.hidden_size, 1), **layer_weights(theirs, shape, FIRST)}
         return ours | ({"join.bias": theirs["fc.bias"]} if shape.join_bias else {})
 

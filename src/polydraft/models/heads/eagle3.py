@@ -1,8 +1,8 @@
-"""EAGLE-3 heads that others have trained: folders in the authors' own format, and in that of vLLM's speculators.
+"""EAGLE-3 heads trained elsewhere: folders in the authors' own format, or in that of vLLM's speculators.
 
-Both hold the same layer: `fc` over the outputs of some layers of the target, one transformer layer whose queries, keys and
-values read the token's embedding and the features side by side, a norm, and an output table of the draft's own vocabulary. They
-differ in how the file names its tensors and where the config says what.
+Both hold the same layer: `fc` over the outputs of some layers of the target, a transformer layer whose queries, keys and values
+read the token's embedding and the features side by side, a norm, and an output table for the draft's own vocabulary. The
+formats differ in the names of tensors and the layout of the config.
 
 References
 ----------
@@ -30,27 +30,27 @@ from polydraft.models.heads.foreign_tensors import (
     shapes_of,
     weight_files,
 )
-from polydraft.models.heads.head_folder import Target, check_tensors, checked_shape, installed, new_head
+from polydraft.models.heads.head_folder import Target, check_tensors, checked_number, checked_shape, installed, new_head
 from polydraft.models.hf import HFModel
 
 _MODEL_TYPES = ("llama", "qwen2", "qwen3")
 _STEADY_ROPE = ("default", "linear", "llama3", "yarn")
-"""Ways to turn channels that do not depend on the length of the text."""
+"""Types of rotary positions that do not depend on the length of the text."""
 _KINDS = ("dflash", "eagle3", "mtp", "peagle")
 """Types of speculators that can be loaded."""
 _MOST_LAYERS = 64
 _OPTIONAL = ("embed_tokens.weight", "t2d")
-"""Tensors that may be missing: the target has the first, and d2t says the same as the second. All drafts may have d2t."""
+"""Tensors that may be missing: the target has the first, and the second repeats d2t. Drafts of all tokens may have d2t, too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """What a config.json says, whichever format it is in."""
+    """The content of a config.json in either format."""
 
     layer: Mapping[str, Any]
-    """Sizes of the transformer layer, as transformers names them."""
+    """Sizes of the transformer layer, under the names that transformers uses."""
     form: Mapping[str, Any]
-    """Where norms are, and which layers of the target are read."""
+    """All else: where norms are, which layers of the target are read, and so on."""
 
     def drafted(self, tokens: int) -> int:
         """Return how many of the target's tokens are drafted."""
@@ -58,35 +58,34 @@ class Config:
         return drafted
 
 
-def is_eagle3(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of an EAGLE-3 head, or of another draft in speculators' format, which is then refused."""
-    names = config.get("architectures")
-    named = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
-    return named or "speculators_model_type" in config or "draft_vocab_size" in config
-
-
 class Format:
-    """How heads lie in such a folder: one EAGLE-3 layer, unless a subclass says otherwise."""
+    """How to read heads from such folders: those of EAGLE-3 here, others in subclasses."""
 
     kind = "eagle3"
-    """What speculators calls it."""
+    """Its type in speculators' format."""
     head: type[FeatureHead] = FeatureHead
     one_layer = True
     """Whether heads of several layers are refused."""
     taps = "eagle_aux_hidden_state_layer_ids"
-    """Where the config says which layers of the target are read."""
+    """Key of the config that lists the layers of the target to read."""
     feature_norm = f"{FIRST}hidden_norm.weight"
-    """Name of the norm of fused features."""
+    """Tensor with the norm of fused features."""
+
+    def recognise(self, config: Mapping[str, Any]) -> bool:
+        """Whether a config.json is that of such a head, or of an unknown draft in speculators' format, refused later."""
+        names = config.get("architectures")
+        named = isinstance(names, list) and any("eagle3" in str(name).lower() for name in names)
+        return named or "speculators_model_type" in config or "draft_vocab_size" in config
 
     def load(self, folder: Path, target: HFModel, tokenizer: Any, name: str) -> FeatureHead:
-        """Load a head for its target, and let the target show the features it reads.
+        """Load a head for its target, and have the target provide the features it reads.
 
         Raises
         ------
         UsageError
-            If it is for another target, or of a form that is not understood.
+            If it is for another target, or of an unknown form.
         FailureError
-            If its files are not whole.
+            If its files are incomplete.
         """
         shape, files, expected = self.check(folder, target, name)
         try:
@@ -100,16 +99,16 @@ class Format:
         return installed(head, target)
 
     def check(self, folder: Path, target: Target, name: str) -> tuple[HeadShape, list[Path], Mapping[str, tuple[int, ...]]]:
-        """Return a head's sizes and form, the files of its weights, and the shapes of all that belong to it.
+        """Return a head's sizes and form, its weight files, and the shapes of all its tensors.
 
-        Refuse a head whose files are not whole, of a form that is not understood, or for a target of other sizes.
+        Refuse a head with incomplete files, of an unknown form, or for a target of other sizes.
         """
         try:
             config = self._config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
             _check_target(config, target, name)
             files = weight_files(folder, name)
-            left_out = self.left_out(config, target.vocab_size)
-            found = {part: shape for part, shape in shapes_of(files).items() if part not in left_out}
+            ignored = self.ignored(config, target.vocab_size)
+            found = {part: shape for part, shape in shapes_of(files).items() if part not in ignored}
             shape = self.shape(config, target, {*found})
         except UsageError:
             raise
@@ -151,7 +150,7 @@ class Format:
         return Config(layer=config, form={**config, **(config.get("eagle_config") or {})})
 
     def shape(self, config: Config, target: Target, found: set[str]) -> HeadShape:
-        """Read sizes and form; biases and norms of heads are where the file has them, or the config asks for them."""
+        """Read sizes and form. There are biases and norms of queries and keys if the file has them or the config says so."""
         layer, form = config.layer, config.form
         middle = target.num_layers // 2
         taps = form.get(self.taps) or [2, middle, target.num_layers - 3]
@@ -163,7 +162,7 @@ class Format:
         size = layer.get("head_dim") or (layer["hidden_size"] // queries if isinstance(queries, int) and queries > 0 else None)
         fields = {
             "hidden_size": layer.get("hidden_size"),
-            "taps": sorted(taps) if all(isinstance(tap, int) for tap in taps) else taps,  # as the target computes them
+            "taps": sorted(taps) if all(isinstance(tap, int) for tap in taps) else taps,  # the order of the target's features
             "num_heads": queries,
             "num_key_heads": layer.get("num_key_value_heads") or queries,
             "head_size": size,
@@ -183,12 +182,12 @@ class Format:
         shape = checked_shape(fields)
         return checked_shape({**fields, **_rope(layer, shape)})
 
-    def left_out(self, config: Config, tokens: int) -> Collection[str]:
-        """Return names of tensors that are the target's own, whatever the file has."""
+    def ignored(self, config: Config, tokens: int) -> Collection[str]:
+        """Return the names of tensors to ignore, because the target's own are used."""
         return ()
 
     def expected(self, config: Config, shape: HeadShape, tokens: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors that belong to a head."""
+        """Return the shapes of all tensors of a head."""
         size, drafted, reads = shape.hidden_size, config.drafted(tokens), self.head.side_by_side * shape.hidden_size
         expected = {"fc.weight": (size, size * len(shape.taps)), "norm.weight": (size,), "lm_head.weight": (drafted, size)}
         expected[self.feature_norm] = (size,)
@@ -203,7 +202,7 @@ class Format:
         return expected | {"embed_tokens.weight": (tokens, size), "t2d": (tokens,)}
 
     def renamed(self, theirs: Mapping[str, Tensor], shape: HeadShape) -> dict[str, Tensor]:
-        """Return the weights of a head under our names; of what the first layer reads, we have features first."""
+        """Return the weights of a head under our names; our first layer reads features first, then tokens."""
         ours = {
             "fuse.weight": theirs["fc.weight"],
             "feature_norm.weight": theirs[self.feature_norm],
@@ -224,16 +223,12 @@ EAGLE3 = Format()
 
 
 def layer_windows(config: Config) -> tuple[int, ...]:
-    """Return how far each layer reaches back."""
+    """Return how many positions each layer reaches back."""
     kinds = config.layer.get("layer_types") or []
-    window = config.layer.get("sliding_window") or ENDLESS
-    count = config.layer.get("num_hidden_layers", 1)
-    if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= _MOST_LAYERS:
-        raise ValueError(f"num_hidden_layers is {shown(count)}, not a whole number from 1 to {_MOST_LAYERS}")
+    count = checked_number("num_hidden_layers", config.layer.get("num_hidden_layers", 1), most=_MOST_LAYERS)
     if not isinstance(kinds, list) or len(kinds) not in (0, count):
         raise ValueError(f"layer_types is {shown(kinds)}, not a list of {count} types")
-    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
-        raise ValueError(f"sliding_window is {shown(window)}, not a whole number from 1")
+    window = checked_number("sliding_window", config.layer.get("sliding_window") or ENDLESS)
     return tuple(window if kind == "sliding_attention" else ENDLESS for kind in kinds or [None] * count)
 
 
@@ -265,7 +260,7 @@ def _check_taps(shape: HeadShape, target: Target, name: str) -> None:
 
 
 def _rope(layer: Mapping[str, Any], shape: HeadShape) -> dict[str, Any]:
-    """Return how far each pair of channels turns per position, and the factor of what is turned, as transformers has them."""
+    """Return the rotary frequencies and gain that transformers computes from these settings, or the base if that is enough."""
     from transformers import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -286,6 +281,6 @@ def _rope(layer: Mapping[str, Any], shape: HeadShape) -> dict[str, Any]:
             rope_parameters={"rope_type": kind, **said},
         )
         rotary = LlamaRotaryEmbedding(config)
-    except Exception:  # there is no common class of what transformers raises here
-        raise ValueError(f"rope parameters are {shown(said)}, which does not describe {kind}") from None
+    except Exception:  # transformers raises anything here
+        raise ValueError(f"rope parameters are {shown(said)}, which does not fit rope_type {kind}") from None
     return {"rope_frequencies": rotary.inv_freq.tolist(), "rope_gain": float(rotary.attention_scaling)}

@@ -1,4 +1,4 @@
-"""A draft that reads the target's hidden states: one transformer layer under the target's own output head.
+"""Feature heads: drafts of one transformer layer that read the target's hidden states and use its output head.
 
 References
 ----------
@@ -22,22 +22,22 @@ from polydraft.models.products import by_rows
 from polydraft.sampling import PartialVocabulary
 
 ENDLESS = 2**31 - 1
-"""The window of a layer that sees the whole text."""
+"""Window of a layer that sees the whole text."""
 
 
 class TapNorm(StrEnum):
-    """What is normed of the features that a head reads, before they are fused."""
+    """How a head normalises the features that it reads, before they are fused."""
 
     NONE = "none"
     EACH = "each"
-    """The output of each layer by itself."""
+    """Each layer's output by itself."""
     ALL = "all"
-    """All of them side by side, as one vector."""
+    """All outputs side by side, as one vector."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HeadShape:
-    """Sizes and form of a feature head; what has a default is so in heads that `polydraft train head` makes."""
+    """Sizes and form of a feature head; the defaults are those of heads made by `polydraft train head`."""
 
     hidden_size: int
     """The target's hidden size."""
@@ -48,25 +48,25 @@ class HeadShape:
     head_size: int
     mlp_size: int
     window: int
-    """Tokens that attention reaches back; as many as training showed it."""
+    """Tokens that attention reaches back: the longest text seen in training."""
     rope_theta: float = 10_000.0
     rope_frequencies: tuple[float, ...] = ()
-    """Radians per position of each pair of channels, where `rope_theta` alone does not say them."""
+    """Radians per position for each pair of channels, if `rope_theta` does not determine them."""
     rope_gain: float = 1.0
-    """Factor of turned queries and keys."""
+    """Factor of rotated queries and keys."""
     norm_epsilon: float = 1e-5
     reads_last: bool = True
-    """Whether the head reads the target's last hidden states; if not, the outputs of `taps` only."""
+    """Whether the head reads the target's last hidden states; if not, only the outputs of `taps`."""
     tap_norm: TapNorm = TapNorm.NONE
     joins: bool = True
-    """Whether features and token become one vector below attention; if not, queries, keys and values read both (EAGLE-3)."""
+    """Whether features and token are joined to one vector before attention; if not, attention reads both (EAGLE-3)."""
     normed: bool = True
-    """Whether tokens, features, what attention reads and outputs are normed; if not, the input of the MLP alone is (EAGLE)."""
+    """Whether tokens, features, the input of attention and outputs are normed; if not, only the input of the MLP is (EAGLE)."""
     join_bias: bool = False
     normed_residual: bool = False
-    """Where features and token are not joined: whether features pass by attention normed."""
+    """If features and token are not joined: whether the residual stream starts from normed features."""
     normed_output: bool = True
-    """Whether a head's outputs stand in for features after the last norm; if not, before it."""
+    """Whether the head's outputs replace features after the last norm; if not, before it."""
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -75,18 +75,18 @@ class HeadShape:
 
 
 class FeatureHead(HeadLayer, Head):
-    """A head of one transformer layer of our own.
+    """A head of one transformer layer.
 
     Parameters
     ----------
     embedding_VH, output_VH : Tensor
-        The target's tables; they stay the target's own and are neither trained nor saved.
+        The target's tables, which are neither trained nor saved with the head.
     vocabulary : PartialVocabulary, optional
-        Draft these tokens only.
+        Draft only these tokens.
     """
 
     side_by_side: ClassVar[int] = 2
-    """Vectors that queries, keys and values read side by side where features and token are not joined."""
+    """Vectors that queries, keys and values read side by side if features and token are not joined."""
 
     def __init__(
         self,
@@ -105,21 +105,18 @@ class FeatureHead(HeadLayer, Head):
         normed = {TapNorm.NONE: [], TapNorm.EACH: [size] * read, TapNorm.ALL: [size * read]}[shape.tap_norm]
         self.tap_norms = nn.ModuleList(norm_of(shape, width) for width in normed)
         self.feature_norm, self.token_norm, self.output_norm = (norm_of(shape, size) for _ in range(3))
-        # Tables of input and output. Not buffers: they belong to the target, and a partial head is cut out of its table again
-        # on loading. A head that brings its own puts them here.
+        # Input and output tables. They are not buffers because they belong to the target; loading a head with a partial
+        # vocabulary takes its rows from the target's table again. Heads with tables of their own put them here.
         self.tables = (embedding_VH, output_VH if vocabulary is None else output_VH[vocabulary.tokens_D])
+        self.windows: Sequence[int] = (shape.window,)
+        """How many positions each layer reaches back."""
         self.kept: dict[str, object] = {}
-        """What backends keep with the head, until its weights move."""
+        """Cached by backends until the weights move."""
 
     @property
     def all_layers(self) -> Sequence[HeadLayer]:
-        """Its layers, the lowest of which is the head itself."""
+        """Its layers; the lowest is the head itself."""
         return (self,)
-
-    @property
-    def windows(self) -> Sequence[int]:
-        """Positions that each layer reaches back."""
-        return (self.shape.window,)
 
     @property
     def num_columns(self) -> int:
@@ -138,7 +135,7 @@ class FeatureHead(HeadLayer, Head):
         return self._multiplied(self.fuse, features_RF)
 
     def entry(self, fused_BTH: Tensor, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Bring features and the tokens that follow them together: what passes by attention, and what it reads."""
+        """Combine features with the tokens that follow them: return the residual stream and the input of attention."""
         embedded_BTH = functional.embedding(tokens_BT, self.tables[0]).to(fused_BTH.dtype)
         normed_BTH = self.feature_norm(fused_BTH)
         pair_BTX = torch.cat([normed_BTH, self.token_norm(embedded_BTH)], dim=-1)
@@ -148,12 +145,12 @@ class FeatureHead(HeadLayer, Head):
         return joined_BTH, self.attention_norm(joined_BTH)
 
     def finished(self, passing_BTH: Tensor, mixed_BTX: Tensor) -> Tensor:
-        """Return the outputs of the layer, which stand in for features, given what attention mixed."""
+        """Return the outputs of the layer, which replace features, given the output of attention."""
         output_BTH = super().finished(passing_BTH, mixed_BTX)
         return self.output_norm(output_BTH) if self.shape.normed_output else output_BTH
 
     def head(self, outputs_RH: Tensor) -> Tensor:
-        """Apply the target's output head, or the part of it for the draft's own vocabulary, or the head's own."""
+        """Apply the output table: the target's, its rows for the draft's vocabulary, or the head's own."""
         if not self.shape.normed_output:
             outputs_RH = self.output_norm(outputs_RH)
         if (product := self._product(self.tables[1])) is not None:
@@ -165,11 +162,11 @@ class FeatureHead(HeadLayer, Head):
         return {**super().__getstate__(), "kept": {}}
 
     def start(self, batch_size: int, capacity: int) -> HeadContext:
-        """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""
+        """Return an empty context for `batch_size` texts with room for `capacity` entries each."""
         return HeadContext(self, batch_size, capacity)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # The target's tables move along, so that .to() leaves nothing behind.
+        # Move the tables, too: they are not buffers.
         self.tables = (fn(self.tables[0]), fn(self.tables[1]))
         self.kept = {}
         return super()._apply(fn, recurse)

@@ -1,4 +1,4 @@
-"""The tensors of heads that others have trained: which there must be, and what they are called here."""
+"""The tensors of heads trained elsewhere: which ones there must be, and their names here."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,20 +8,19 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.models.heads.feature_head import FeatureHead, HeadShape
-from polydraft.models.heads.head_folder import shapes_in
+from polydraft.models.heads.head_folder import pickled_files, shapes_in
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary
 
 FIRST = "layers.0."
 _NOT_READ = ("rotary_emb.inv_freq", "verifier_norm.weight", "verifier_lm_head.weight")
-"""Ends of the names of tensors that training leaves behind."""
+"""Suffixes of tensors that training leaves behind and drafting does not need."""
 
 
 def weight_files(folder: Path, name: str) -> list[Path]:
-    """Return the files of a head's weights, refusing pickled ones."""
+    """Return the weight files of a head; refuse pickled ones."""
     files = sorted(folder.glob("*.safetensors"))
-    pickled = sorted(file.name for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}"))
-    if not files and pickled:
+    if not files and (pickled := pickled_files(folder)):
         raise UsageError(
             f"the weights of draft {name!r} are pickled ({pickled[0]}), which could run any code; get a copy with safetensors, "
             "or write one: save_file(torch.load(FILE, weights_only=True), 'model.safetensors')"
@@ -32,18 +31,18 @@ def weight_files(folder: Path, name: str) -> list[Path]:
 
 
 def _name(theirs: str) -> str:
-    """Return a tensor's name as speculators writes it; the authors' only layer is called midlayer."""
+    """Return a tensor's name in speculators' format; the authors call their only layer midlayer."""
     return theirs.removeprefix("model.").replace("midlayer.", FIRST)
 
 
 def shapes_of(files: list[Path]) -> dict[str, tuple[int, ...]]:
-    """Read which tensors there are, and their shapes; only headers are read."""
+    """Return the shapes of the tensors in some files, reading only headers."""
     shapes = (item for file in files for item in shapes_in(file).items())
     return {_name(name): shape for name, shape in shapes if not name.endswith(_NOT_READ)}
 
 
 def loaded(files: list[Path]) -> dict[str, Tensor]:
-    """Read the tensors."""
+    """Read the tensors of some files."""
     from safetensors.torch import load_file
 
     return {_name(name): tensor for file in files for name, tensor in load_file(file).items() if not name.endswith(_NOT_READ)}
@@ -75,7 +74,7 @@ def layer_shapes(shape: HeadShape, layer: str, reads: int) -> dict[str, tuple[in
 
 
 def layer_weights(theirs: Mapping[str, Tensor], shape: HeadShape, layer: str) -> dict[str, Tensor]:
-    """Return the weights of a layer under our names, but for the norm before it."""
+    """Return the weights of a layer under our names, without the norm before attention."""
 
     def side_by_side(parts: str, kind: str) -> Tensor:
         return torch.cat([theirs[f"{layer}{part}_proj.{kind}"] for part in parts.split()])
@@ -95,7 +94,7 @@ def layer_weights(theirs: Mapping[str, Tensor], shape: HeadShape, layer: str) ->
 
 
 def drafted_vocabulary(theirs: Mapping[str, Tensor], target: HFModel) -> PartialVocabulary | None:
-    """Return which tokens are drafted: column i stands for token i + d2t[i]."""
+    """Return the tokens that are drafted, None for all; column i stands for token i + d2t[i]."""
     count = len(theirs["d2t"]) if "d2t" in theirs else target.vocab_size
     if count == target.vocab_size:
         return None
@@ -108,9 +107,9 @@ def drafted_vocabulary(theirs: Mapping[str, Tensor], target: HFModel) -> Partial
 
 
 def own_tables(theirs: Mapping[str, Tensor], head: FeatureHead, vocabulary: PartialVocabulary | None) -> tuple[Tensor, Tensor]:
-    """Return the head's own tables; that of the input is the target's where it is the same."""
+    """Return the head's own tables; its input table is the target's if they are equal."""
     targets_VH, output_DH = head.tables[0], theirs.get("lm_head.weight", head.tables[1])
-    if vocabulary is not None:  # columns ascend by token here
+    if vocabulary is not None:  # our columns are in ascending order of tokens
         output_DH = output_DH[(torch.arange(len(output_DH)) + theirs["d2t"].long()).argsort()]
     own_VH = theirs.get("embed_tokens.weight")
     if own_VH is None or torch.equal(own_VH.to(targets_VH), targets_VH):

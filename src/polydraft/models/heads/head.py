@@ -13,23 +13,23 @@ if TYPE_CHECKING:
 
 
 class Head(nn.Module, ABC):
-    """Predict the target's next hidden state, and by its output head the token after the next.
+    """Predict the target's next hidden state and, through an output head, the token after the next.
 
-    Entry i of a text is the pair of the target's features f at position i and of the token at i + 1. Where the features
-    are not known yet, inside a tree, the head's own output of the parent takes their place.
+    Entry i of a text is the pair of the target's features at position i and the token at i + 1. Inside a tree the target's
+    features are not known yet; the head's own output for the parent replaces them.
     """
 
     name: str
     hidden_size: int
-    """Of its outputs, and of the target's features once they are fused."""
+    """Size of its outputs, and of the target's features once they are fused."""
     taps: tuple[int, ...]
     """Layers of the target, counted from 1, whose outputs it reads besides the last hidden states."""
     depths: int | None = None
-    """Levels that one pass gives; None where each level takes a pass of its own."""
+    """Levels drafted by one pass; None if every level takes a pass of its own."""
     lacks: str | None = None
-    """What it does not do that beams and `analyze` need; None if it works there too."""
+    """Why it does not work with beams and `analyze`, to follow its name in messages; None if it does."""
     vocabulary: PartialVocabulary | None
-    """Tokens that the columns of `head` stand for, where it does not know all of them."""
+    """Tokens that the columns of `head` stand for, if it knows only some."""
 
     @property
     @abstractmethod
@@ -56,4 +56,4 @@ class Head(nn.Module, ABC):
 
     @abstractmethod
     def start(self, batch_size: int, capacity: int) -> "Entries":
-        """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""
+        """Return an empty context for `batch_size` texts with room for `capacity` entries each."""

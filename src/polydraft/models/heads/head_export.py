@@ -1,9 +1,9 @@
-"""Heads for other engines: a feature head of ours as an EAGLE-3 head in the format of vLLM's speculators.
+"""Export for other engines: one of our feature heads as an EAGLE-3 head in the format of vLLM's speculators.
 
-Where ours joins features and token into one vector below attention, an EAGLE-3 layer reads them apart; but a speculators head
-may have several layers, and a first one can do the joining. Its queries and keys are the same constant everywhere, so that
-after rotation each entry's own key fits best, by so much that all others get a weight of 0; its values are the joined vector,
-less the features that pass by attention; its MLP adds nothing. The second layer is ours, unchanged.
+Our heads join features and token to one vector before attention; an EAGLE-3 layer reads them separately. But a speculators head
+may have several layers, and the first one can do the joining. All its queries and keys are the same constant, so that after
+rotation each entry's own key scores highest, by so much that all others get a weight of 0. Its values are the joined vector
+less the features in the residual stream, and its MLP adds nothing. The second layer is ours, unchanged.
 """
 
 import json
@@ -19,12 +19,13 @@ from polydraft.models.heads.feature_head import FeatureHead, TapNorm
 from polydraft.models.hf import HFModel
 
 _MARGIN = 110.0
-"""How much more an entry's own score is than any other in the layer that joins: exp(-110) is 0 in float32."""
+"""How far an entry's own score is above all others in the layer that joins: exp(-110) is 0 in float32."""
 _FARTHEST = 2**17
-"""Distance in tokens up to which that margin is made sure."""
+"""Distance in tokens up to which that margin is guaranteed."""
 LAST_STATES = (
     "the head reads the target's last hidden states after the final norm, as the last of its inputs; the format can only call "
-    "them layer {layer}, which engines show before that norm: show them normed, or drafts are worse there (texts stay exact)"
+    "them layer {layer}, which engines provide before that norm: provide them normed, or drafts are worse there (texts stay "
+    "exact)"
 )
 
 
@@ -34,17 +35,17 @@ def export_speculators(head: FeatureHead, target: HFModel, verifier: str, folder
     Parameters
     ----------
     verifier : str
-        Name or folder under which others find the target.
+        Name or folder of the target for other engines.
 
     Returns
     -------
     list of str
-        What the format cannot say, to be told to the user.
+        What the format cannot express, for the user.
 
     Raises
     ------
     UsageError
-        If the head cannot be expressed.
+        If the head cannot be expressed in the format.
     """
     shape = head.shape
     if obstacle := export_obstacle(head):
@@ -60,14 +61,14 @@ def export_speculators(head: FeatureHead, target: HFModel, verifier: str, folder
 
 
 def export_obstacle(head: FeatureHead) -> str | None:
-    """Return why a head cannot be expressed, and what to do."""
+    """Return why a head cannot be expressed in the format and what to do instead; None if it can."""
     shape = head.shape
     if head.depths is not None:
-        return "it drafts several levels by one pass, and only heads that read their candidates can be written"
+        return "it drafts several levels in one pass, and only heads that read their candidates can be written"
     if not shape.normed:
         return "it norms neither features nor tokens (EAGLE), and the format always does; train one with polydraft train head"
     if shape.rope_frequencies or shape.rope_gain != 1:
-        return "its rotary frequencies are not those of one base; convert the folder it came from with speculators itself"
+        return "its rotary frequencies do not follow from one base; convert the folder it came from with speculators itself"
     if shape.joins and shape.query_key_norm:
         return "it joins features and token, and norms queries and keys; train one without that norm"
     if shape.joins and shape.num_heads * shape.head_size < shape.hidden_size:
@@ -77,16 +78,16 @@ def export_obstacle(head: FeatureHead) -> str | None:
 
 
 def _smallest(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor, for some are parts of others; in bfloat16 where that changes nothing."""
+    """Return a copy of a tensor, which may be part of another one, in bfloat16 if that changes nothing."""
     short = tensor.to(torch.bfloat16)
     exact = tensor.is_floating_point() and torch.equal(short.to(tensor.dtype), tensor)
     return (short if exact else tensor).clone(memory_format=torch.contiguous_format)
 
 
 def _around(head: FeatureHead, tokens: int) -> dict[str, Tensor]:
-    """Return what lies below and above the layers."""
+    """Return the tensors below and above the layers."""
     shape, size = head.shape, head.shape.hidden_size
-    # Ours has the last hidden states first; in the order of layers they are last.
+    # Our features begin with the last hidden states; in the order of layers they come last.
     back = -size if shape.reads_last else 0
     fuse_HF = torch.eye(size) if head.fuse is None else head.fuse.weight
     tensors = {
@@ -109,7 +110,7 @@ def _around(head: FeatureHead, tokens: int) -> dict[str, Tensor]:
 
 
 def _joining(head: FeatureHead) -> dict[str, Tensor]:
-    """Return the layer that joins features and token."""
+    """Return the tensors of the layer that joins features and token."""
     shape, size = head.shape, head.shape.hidden_size
     assert head.join is not None
     width = shape.num_heads * shape.head_size
@@ -140,31 +141,31 @@ def _joining(head: FeatureHead) -> dict[str, Tensor]:
 
 
 def _constant(head: FeatureHead) -> float:
-    """Return the channels of queries and keys for which every entry attends to itself only."""
+    """Return the constant that, in all channels of queries and keys, makes every entry attend only to itself."""
     cosines_PC = head.angles(torch.arange(1, _FARTHEST + 1), torch.float32)[:, 0]
     loss = float((1 - cosines_PC).sum(1).min()) * 2 * head.shape.head_size**-0.5
     return float((_MARGIN / loss) ** 0.5)
 
 
 def _biased(head: FeatureHead) -> bool:
-    """Whether attention has biases, in what is written."""
+    """Whether attention has biases in the exported head."""
     return head.shape.joins or head.shape.qkv_bias or head.shape.output_bias
 
 
 def _layer(head: FeatureHead) -> dict[str, Tensor]:
-    """Return our own layer: the second behind one that joins, with a key head per query head, or the only one."""
+    """Return the tensors of our own layer: the only one, or the second, with a key head per query head."""
     shape, size = head.shape, head.shape.hidden_size
     groups = shape.num_heads // shape.num_key_heads if shape.joins else 1
     counts = [shape.num_heads * shape.head_size, *[shape.num_key_heads * shape.head_size] * 2]
     tensors = {f"self_attn.o_proj.{kind}": tensor for kind, tensor in head.attention_output.state_dict().items()}
     for kind, whole in head.qkv.state_dict().items():
-        # The format has the token first, and features second.
+        # The format reads the token first, then features.
         ordered = whole.roll(size, 1) if kind == "weight" and not shape.joins else whole
         for part, rows in zip("qkv", torch.tensor_split(ordered, torch.tensor(counts[:2]).cumsum(0)), strict=True):
             heads = rows.view(-1, shape.head_size, *rows.shape[1:])
             heads = heads if part == "q" else heads.repeat_interleave(groups, 0)
             tensors[f"self_attn.{part}_proj.{kind}"] = heads.flatten(0, 1)
-    if _biased(head):  # the format has all of these, or none
+    if _biased(head):  # the format has all of them or none
         for part in "qkvo":
             rows = tensors[f"self_attn.{part}_proj.weight"]
             tensors.setdefault(f"self_attn.{part}_proj.bias", torch.zeros(len(rows)))

@@ -1,4 +1,4 @@
-"""A feature head on disk: `config.json` and `model.safetensors`, like any other model."""
+"""Feature heads on disk: `config.json` and `model.safetensors`, like any other model."""
 
 import hashlib
 import json
@@ -20,19 +20,19 @@ from polydraft.sampling import PartialVocabulary
 
 
 def check_header(file: Path, expected: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a file that does not hold tensors of exactly these names and shapes; only its header is read.
+    """Refuse a file that does not hold tensors of exactly these names and shapes, reading only its header.
 
     Parameters
     ----------
     file : Path
         A safetensors file.
     expected : mapping
-        Such as the state of a module on the meta device, which takes no memory however large it is.
+        Tensors of the right shapes, such as a module's state on the meta device, which takes no memory.
 
     Raises
     ------
     ValueError
-        That says which tensor is missing, not expected, or of another shape.
+        If a tensor is missing, unexpected, or of another shape; it says which.
     OSError, SafetensorError
         If the file cannot be read.
     """
@@ -42,7 +42,7 @@ def check_header(file: Path, expected: Mapping[str, torch.Tensor]) -> None:
 def check_tensors(
     found: Mapping[str, tuple[int, ...]], expected: Mapping[str, tuple[int, ...]], optional: Collection[str] = ()
 ) -> None:
-    """Refuse tensors of other names or shapes than expected: a `ValueError` names the first one. Some are `optional`."""
+    """Raise a `ValueError` for the first tensor that is missing (unless `optional`), unexpected, or of another shape."""
     for name, shape in expected.items():
         if name not in found and name not in optional:
             raise ValueError(f"{name} is missing")
@@ -53,28 +53,33 @@ def check_tensors(
 
 
 def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of the tensors in a safetensors file; only its header is read."""
+    """Return the names and shapes of the tensors in a safetensors file, reading only its header."""
     with safe_open(file, "pt") as opened:
         return {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
 
 
+def pickled_files(folder: Path) -> list[str]:
+    """Return the names of pickled weight files in a folder, which must not be loaded."""
+    return sorted(file.name for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}"))
+
+
 def weightless(module: type[nn.Module], *arguments: object) -> Mapping[str, torch.Tensor]:
-    """Return the state that a module made from these arguments would have, without memory for it."""
+    """Return the state that a module made from these arguments would have, on the meta device."""
     try:
         with torch.device("meta"):
             state: Mapping[str, torch.Tensor] = module(*arguments).state_dict()
-    except (RuntimeError, TypeError, OverflowError):  # torch has no such sizes
+    except (RuntimeError, TypeError, OverflowError):  # torch refuses the sizes
         raise ValueError("config.json asks for impossible sizes") from None
     return state
 
 
 @dataclass(frozen=True, kw_only=True)
 class TargetSizes:
-    """What a target's config says: enough to check a head before the target is loaded."""
+    """The sizes in a target's config, to check a head before the target is loaded."""
 
     name: str
     config: Any
-    """Of the language part."""
+    """The configuration of the language part."""
 
     @property
     def hidden_size(self) -> int:
@@ -83,25 +88,25 @@ class TargetSizes:
 
     @property
     def num_layers(self) -> int:
-        """How many layers it has."""
+        """Number of layers."""
         return int(self.config.num_hidden_layers)
 
     @property
     def vocab_size(self) -> int:
-        """How many tokens it knows."""
+        """Size of its vocabulary."""
         return int(self.config.vocab_size)
 
 
 Target = HFModel | TargetSizes
-"""The target that a head is checked against: loaded, or only its config."""
+"""What a head is checked against: a loaded target, or only its sizes."""
 MODEL_TYPE = "polydraft_feature_head"
 VOCABULARY_FILE = "draft_vocabulary.safetensors"
-"""In a draft's folder: which of the target's tokens it drafts."""
+"""File in a draft's folder that lists the tokens it drafts, if not all."""
 _MOST = 2**31
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:
-    """Return a short mark of which number means which token."""
+    """Return a short hash of a tokenizer's vocabulary."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(vocabulary).encode()).hexdigest()[:16]
 
@@ -113,35 +118,35 @@ def new_head(
     name: str,
     kind: Callable[..., FeatureHead] = FeatureHead,
 ) -> FeatureHead:
-    """Build an untrained head on a target's tables."""
+    """Build an untrained head that uses a target's tables."""
     ends = target.hf_model.get_input_embeddings(), target.hf_model.get_output_embeddings()
     tables = [end.weight for end in ends] if target.quantised_by is None else [_unpacked(end, target) for end in ends]
-    # An inflated target's tables are wider than its features.
     if any(table.is_meta or type(table).__name__ == "DTensor" for table in tables):
         raise UsageError(f"a feature head reads the tables of target {target.name!r}, but {target.spread}; use a draft model")
+    # An inflated target's tables are wider than its features.
     embedding_VH, output_VH = (table.detach()[:, : shape.hidden_size].to(target.device).contiguous() for table in tables)
     head = kind(shape, embedding_VH, output_VH, vocabulary, name)
     for layer in head.all_layers:
-        layer.native = target.native and target.fast is not None and is_host(target.device)  # as the target itself
+        layer.native = target.native and target.fast is not None and is_host(target.device)  # if the target does
     return head
 
 
 def installed(head: FeatureHead, target: HFModel) -> FeatureHead:
-    """Return a loaded head beside its target, which now shows the features that it reads."""
+    """Prepare a loaded head for drafting: on the target's device, with its layers tapped."""
     target.tap(head.taps)
-    # Of a draft, fewer bits change speed and never the text's distribution: it is read in int8, whatever the target is.
+    # Drafts are read in int8 whatever the target's dtype: that makes them faster and never changes the text's distribution.
     for layer in head.all_layers:
         layer.int8 = True
     return head.to(target.device, target.dtype).requires_grad_(False).eval()
 
 
 def _unpacked(end: Any, target: HFModel) -> Any:
-    """Return the table of an embedding or an output head, dequantised if another package has quantised it."""
+    """Return the table of an embedding or an output head, dequantised if necessary."""
     try:
         weight = end.weight
         table = weight if type(weight) is torch.nn.Parameter else weight.dequantize()
         assert table.is_floating_point() and len(table) == target.vocab_size
-    except Exception:  # there is no weight, or what it is packed in cannot be unpacked alone
+    except Exception:  # there is no weight, or it cannot be unpacked alone
         raise UsageError(
             f"a feature head reads the tables of target {target.name!r}, which {target.quantised_by} has packed; use a draft "
             "model"
@@ -150,7 +155,7 @@ def _unpacked(end: Any, target: HFModel) -> Any:
 
 
 def save_head(head: FeatureHead, folder: Path, fingerprint: str, details: dict[str, Any]) -> None:
-    """Write a head's weights in bfloat16, and what is needed to load them, into an existing folder."""
+    """Write a head into an existing folder: its weights in bfloat16, its config, and its vocabulary if that is partial."""
     weights = {key: value.detach().to("cpu", torch.bfloat16).contiguous() for key, value in head.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {"model_type": MODEL_TYPE, "tokenizer_fingerprint": fingerprint, **asdict(head.shape), **details}
@@ -160,20 +165,19 @@ def save_head(head: FeatureHead, folder: Path, fingerprint: str, details: dict[s
 
 
 def is_head(config: Mapping[str, Any]) -> bool:
-    """Whether a config.json is that of a feature head."""
+    """Whether a config.json is that of one of our feature heads."""
     return config.get("model_type") == MODEL_TYPE
 
 
 def checked_shape(config: Any) -> HeadShape:
-    """Read sizes, refusing what no head can have: a `ValueError` says what."""
+    """Read a head's shape from a config; raise a `ValueError` that says which value is impossible."""
     if not isinstance(config, dict):
         raise ValueError("it is not an object")
     fields = {field: config[field] for field in HeadShape.__dataclass_fields__ if field in config}
     for field in ("hidden_size", "num_heads", "num_key_heads", "head_size", "mlp_size", "window"):
-        if not _is_count(fields.get(field)):
-            raise ValueError(f"{field} is {shown(fields.get(field))}, not a whole number from 1 to {_MOST}")
+        checked_number(field, fields.get(field))
     taps = fields.setdefault("taps", [])
-    if not isinstance(taps, list) or not all(_is_count(tap) for tap in taps):
+    if not isinstance(taps, list) or not all(_is_number(tap, 1, _MOST) for tap in taps):
         raise ValueError(f"taps is {shown(taps)}, not a list of layers, counted from 1")
     for field in ("rope_theta", "rope_gain", "norm_epsilon"):
         if not _is_positive(fields.get(field, 1.0)):
@@ -184,7 +188,7 @@ def checked_shape(config: Any) -> HeadShape:
     if (norm := fields.get("tap_norm", "none")) not in [*TapNorm]:
         raise ValueError(f"tap_norm is {shown(norm)}, not one of {', '.join(TapNorm)}")
     if fields["num_heads"] % fields["num_key_heads"] or fields["head_size"] % 2:
-        raise ValueError("num_heads is no multiple of num_key_heads, or head_size is odd")
+        raise ValueError("num_heads is not a multiple of num_key_heads, or head_size is odd")
     if not taps and not fields.get("reads_last", True):
         raise ValueError("it reads neither taps nor the last hidden states")
     turns = fields.get("rope_frequencies", [])
@@ -197,14 +201,22 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < 1e300
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= _MOST
+def checked_number(name: str, value: Any, least: int = 1, most: int = _MOST) -> int:
+    """Return a whole number of a config; raise a `ValueError` if it is out of range or anything else."""
+    if not _is_number(value, least, most):
+        raise ValueError(f"{name} is {shown(value)}, not a whole number from {least} to {most}")
+    number: int = value
+    return number
+
+
+def _is_number(value: Any, least: int, most: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 def check_head(folder: Path, target: Target, name: str) -> tuple[HeadShape, str | None]:
-    """Return a head's sizes, and the mark of its tokenizer; only headers are read.
+    """Return a head's shape and the fingerprint of its tokenizer, reading only headers.
 
-    Refuse a head whose files are not whole, or that is for a target of other sizes.
+    Refuse a head whose files are incomplete, or for a target of other sizes.
     """
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -217,7 +229,7 @@ def check_head(folder: Path, target: Target, name: str) -> tuple[HeadShape, str 
             f"{target.hidden_size} and {target.num_layers} layers; use the head's own target"
         )
     try:
-        # Before any memory is taken, because sizes that are wrong may be more than it holds.
+        # Before anything is allocated: wrong sizes may be larger than memory.
         check_header(folder / "model.safetensors", weightless(FeatureHead, shape, torch.empty(0), torch.empty(0)))
     except (OSError, SafetensorError, ValueError) as error:
         raise _unreadable(name, error) from None
@@ -229,10 +241,10 @@ def _unreadable(name: str, error: Exception) -> FailureError:
 
 
 def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> FeatureHead:
-    """Load a head for its target, and let the target show the features it reads."""
+    """Load a head for its target, and have the target provide the features it reads."""
     shape, fingerprint = check_head(folder, target, name)
     if tokenizer is None:
-        raise UsageError(f"draft {name!r} is a head for one tokenizer; pass the target's with tokenizer=...")
+        raise UsageError(f"draft {name!r} is a head for one tokenizer; pass the target's tokenizer with tokenizer=...")
     if fingerprint != tokenizer_fingerprint(tokenizer):
         raise UsageError(
             f"feature head {name!r} was trained for another tokenizer than that of target {target.name!r}; use the head's own "
@@ -247,12 +259,12 @@ def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> Featu
 
 
 def save_vocabulary(vocabulary: PartialVocabulary, folder: Path) -> None:
-    """Write which tokens a draft knows."""
+    """Write the tokens that a draft knows into its folder."""
     save_file({"tokens": vocabulary.tokens_D.to("cpu", torch.int32).contiguous()}, folder / VOCABULARY_FILE)
 
 
 def load_vocabulary(folder: Path, size: int, device: torch.device) -> PartialVocabulary | None:
-    """Read which tokens a draft knows; None where it knows all."""
+    """Read which tokens a draft knows; None if it knows all."""
     if not (folder / VOCABULARY_FILE).exists():
         return None
     try:

@@ -1,4 +1,4 @@
-"""One transformer layer of a head: attention over entries and an MLP, and the products that compute it fast."""
+"""One transformer layer of a head: attention over entries and an MLP, computed by fast products if there are any."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 class HeadLayer(nn.Module):
-    """A transformer layer that may read something wider than the hidden states that pass by it.
+    """A transformer layer whose attention may read an input wider than the hidden states.
 
     Parameters
     ----------
     shape : HeadShape
     reads : int, optional
-        Width of the input of queries, keys and values; if not given, that is the hidden states, normed by the layer.
+        Width of the input of queries, keys and values; by default they read the hidden states, normed by the layer.
     """
 
     def __init__(self, shape: "HeadShape", reads: int | None = None) -> None:
@@ -37,9 +37,9 @@ class HeadLayer(nn.Module):
         self.gate_up = nn.Linear(size, 2 * shape.mlp_size, bias=shape.mlp_bias)
         self.down = nn.Linear(shape.mlp_size, size, bias=shape.mlp_bias)
         self.native = True
-        """Whether to run by compiled code on a CPU."""
+        """Whether to use compiled code on a CPU."""
         self.int8 = False
-        """Whether kernels of ours read the weights in int8."""
+        """Whether our kernels read the weights in int8."""
         self._products: dict[int, tuple[Tensor, Product | None]] = {}
 
     @property
@@ -53,7 +53,7 @@ class HeadLayer(nn.Module):
         return self.down.weight.dtype
 
     def angles(self, positions_X: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Return how far the channels of some positions are turned (RoPE): cosines, sines of either sign, `[X, 3, C/2]`."""
+        """Return the rotary angles (RoPE) of some positions: cosines, negative sines and sines, `[X, 3, C/2]`."""
         shape, device = self.shape, positions_X.device
         if shape.rope_frequencies:
             frequencies_C = torch.tensor(shape.rope_frequencies, device=device)
@@ -66,7 +66,7 @@ class HeadLayer(nn.Module):
         return (turns_X3C if shape.rope_gain == 1 else turns_X3C * shape.rope_gain).to(dtype or self.dtype)
 
     def normed_heads(self, projected_BTX: Tensor) -> Tensor:
-        """Return queries, keys and values `[B, T, heads, C]`, queries and keys normed if the head norms them."""
+        """Split a projection into queries, keys and values `[B, T, heads, C]`, norming queries and keys if the head does."""
         shape = self.shape
         heads_BTHC = projected_BTX.view(*projected_BTX.shape[:2], -1, shape.head_size)
         if self.query_norm is None or self.key_norm is None:
@@ -78,7 +78,7 @@ class HeadLayer(nn.Module):
     def projected(
         self, normed_BTX: Tensor, positions_BT: Tensor, angles_BT3C: Tensor | None = None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return queries, keys and values `[B, heads, T, C]`, turned by their positions; their angles may be known already."""
+        """Return queries, keys and values `[B, heads, T, C]`, rotated by their positions, whose angles may be given."""
         shape = self.shape
         heads_BTHC = self.normed_heads(self._multiplied(self.qkv, normed_BTX))
         turning = shape.num_heads + shape.num_key_heads
@@ -93,7 +93,7 @@ class HeadLayer(nn.Module):
     def attended(
         self, passing_BTH: Tensor, query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, mask_B1TS: Tensor | None
     ) -> Tensor:
-        """Return the outputs of the layer; `passing_BTH` passed by attention."""
+        """Run attention and the MLP; `passing_BTH` is the residual stream."""
         if query_BHTC.is_cuda:  # no fused CUDA kernel takes grouped heads together with a mask
             copies = self.shape.num_heads // self.shape.num_key_heads
             key_BHSC, value_BHSC = key_BHSC.repeat_interleave(copies, dim=1), value_BHSC.repeat_interleave(copies, dim=1)
@@ -103,14 +103,14 @@ class HeadLayer(nn.Module):
         return self.finished(passing_BTH, mixed_BHTC.transpose(1, 2).flatten(2))
 
     def finished(self, passing_BTH: Tensor, mixed_BTX: Tensor) -> Tensor:
-        """Return the outputs of the layer, given what attention mixed."""
+        """Return the outputs of the layer, given the output of attention."""
         hidden_BTH = passing_BTH + self.attention_output(mixed_BTX)
         gate, up = self.gate_up(self.mlp_norm(hidden_BTH)).chunk(2, dim=-1)
         output_BTH: Tensor = hidden_BTH + self.down(functional.silu(gate) * up)
         return output_BTH
 
     def _multiplied(self, layer: nn.Linear, input_XF: Tensor) -> Tensor:
-        """Apply a layer, by compiled code where there is some."""
+        """Apply a linear layer, by a fast product if there is one."""
         product = self._product(layer.weight)
         if product is None:
             output_XG: Tensor = layer(input_XF)
@@ -119,7 +119,7 @@ class HeadLayer(nn.Module):
         return output_XG if layer.bias is None else output_XG + layer.bias
 
     def _product(self, weight_GH: Tensor) -> Product | None:
-        """Return products with a weight by compiled code, made once; None where there is none, and in training."""
+        """Return the fast product with a weight, made once; None if there is none, and in training."""
         if torch.is_grad_enabled() or (is_host(self.device) and not self.native):
             return None
         weight, product = self._products.get(id(weight_GH), (None, None))
@@ -129,7 +129,7 @@ class HeadLayer(nn.Module):
         return product
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_products": {}}  # addresses are this process's and this copy's own
+        return {**self.__dict__, "_products": {}}  # they hold addresses, which are of no use to a copy
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self._products = {}
@@ -137,7 +137,7 @@ class HeadLayer(nn.Module):
 
 
 class HeadNorm(nn.Module):
-    """Divide by the root mean square, and scale."""
+    """RMSNorm: divide by the root mean square, and scale."""
 
     def __init__(self, size: int, epsilon: float) -> None:
         super().__init__()
@@ -149,23 +149,23 @@ class HeadNorm(nn.Module):
 
 
 class NoNorm(HeadNorm):
-    """Leave vectors as they are."""
+    """No norm: return vectors unchanged."""
 
     def __init__(self) -> None:
         nn.Module.__init__(self)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Return the same."""
+        """Return the input."""
         return hidden
 
 
 def norm_of(shape: "HeadShape", size: int) -> HeadNorm:
-    """Return a norm where a head of this shape may have one."""
+    """Return a norm, or `NoNorm` if heads of this shape have none here."""
     return HeadNorm(size, shape.norm_epsilon) if shape.normed else NoNorm()
 
 
 def _turned(heads_BTHC: Tensor, angles_BT3C: Tensor) -> Tensor:
-    """Rotate pairs of channels, one of either half: (x, y) becomes (x cos − y sin, y cos + x sin)."""
+    """Rotate pairs of channels, one from each half: (x, y) becomes (x cos − y sin, y cos + x sin)."""
     halves_BTH2C = heads_BTHC.view(*heads_BTHC.shape[:-1], 2, -1)
     angles_BT13C = angles_BT3C[:, :, None].to(heads_BTHC.dtype)
     return (halves_BTH2C * angles_BT13C[..., :1, :] + halves_BTH2C.flip(-2) * angles_BT13C[..., 1:, :]).flatten(-2)

@@ -1,4 +1,4 @@
-"""Kinds of heads that a folder may hold: how each is recognised, checked and loaded."""
+"""The kinds of heads that a folder may hold: how each is recognised, checked and loaded."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -8,7 +8,7 @@ from typing import Any
 
 from polydraft.models.heads.assistant_folder import check_assistant, is_assistant, load_assistant
 from polydraft.models.heads.eagle import EAGLE
-from polydraft.models.heads.eagle3 import EAGLE3, is_eagle3
+from polydraft.models.heads.eagle3 import EAGLE3, Format
 from polydraft.models.heads.head import Head
 from polydraft.models.heads.head_folder import Target, check_head, is_head, load_head
 from polydraft.models.heads.mtp_folder import NAME, check_mtp, is_mtp, load_mtp
@@ -21,8 +21,6 @@ from polydraft.registry import Registry
 class HeadKind:
     """One kind of head, in a folder with a config.json."""
 
-    words: str
-    """What people call it."""
     recognise: Callable[[Mapping[str, Any]], bool]
     """Whether a config.json is that of such a head."""
     check: Callable[[Path, Target, str], object]
@@ -31,33 +29,32 @@ class HeadKind:
     load: Callable[[Path, HFModel, Any, str], Head]
     """`(folder, target, tokenizer, name)`: load it, and have the target provide the features it reads. The tokenizer may be
     None."""
-    trains: bool = False
-    """Whether `polydraft train head` can go on from it."""
+    trains: str | None = None
+    """Its name in messages, if `polydraft train head` can continue from it."""
 
 
 HEAD_KINDS: Registry[HeadKind] = Registry("kind of head")
-"""In this order: the first one that recognises a folder has it."""
+"""The first kind that recognises a folder is used, so their order matters."""
+
+
+def _foreign(form: Format, trains: str | None = None) -> HeadKind:
+    return HeadKind(recognise=form.recognise, check=form.check, load=form.load, trains=trains)
+
 
 HEAD_KINDS.register("polydraft")(
-    HeadKind(words="a head of polydraft train head", recognise=is_head, check=check_head, load=load_head, trains=True)
+    HeadKind(recognise=is_head, check=check_head, load=load_head, trains="a head of polydraft train head")
 )
-HEAD_KINDS.register(NAME)(HeadKind(words="MTP layers", recognise=is_mtp, check=check_mtp, load=load_mtp))
-HEAD_KINDS.register("peagle")(
-    HeadKind(words="a P-EAGLE head", recognise=PEAGLE.recognise, check=PEAGLE.check, load=PEAGLE.load)
-)
-HEAD_KINDS.register("dflash")(HeadKind(words="a DFlash head", recognise=DFLASH.recognise, check=DFLASH.check, load=DFLASH.load))
-HEAD_KINDS.register("assistant")(
-    HeadKind(words="an assistant of Gemma 4", recognise=is_assistant, check=check_assistant, load=load_assistant)
-)
-HEAD_KINDS.register("eagle")(HeadKind(words="an EAGLE head", recognise=EAGLE.recognise, check=EAGLE.check, load=EAGLE.load))
-# Last, because it refuses kinds in speculators' format that none of the others knows.
-HEAD_KINDS.register("eagle3")(
-    HeadKind(words="an EAGLE-3 head", recognise=is_eagle3, check=EAGLE3.check, load=EAGLE3.load, trains=True)
-)
+HEAD_KINDS.register(NAME)(HeadKind(recognise=is_mtp, check=check_mtp, load=load_mtp))
+HEAD_KINDS.register("peagle")(_foreign(PEAGLE))
+HEAD_KINDS.register("dflash")(_foreign(DFLASH))
+HEAD_KINDS.register("assistant")(HeadKind(recognise=is_assistant, check=check_assistant, load=load_assistant))
+HEAD_KINDS.register("eagle")(_foreign(EAGLE))
+# Last, because it also recognises unknown kinds in speculators' format, to refuse them.
+HEAD_KINDS.register("eagle3")(_foreign(EAGLE3, trains="an EAGLE-3 head"))
 
 
 def kind_of(folder: Path) -> HeadKind | None:
-    """Return which kind of head a folder holds; None where it holds none."""
+    """Return the kind of head that a folder holds; None if it holds none."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError):

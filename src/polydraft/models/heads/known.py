@@ -1,4 +1,4 @@
-"""Which draft is known for a target: one beside it, one that was trained for it here, or what its checkpoint ships."""
+"""Finding a draft for a target: a head beside it, one trained for it on this machine, or its checkpoint's MTP layers."""
 
 import json
 import logging
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 def known_draft(target: str) -> str | None:
-    """Return the folder of a head for a target, or mtp for layers among its own weights; None where none is known.
+    """Return the folder of a head for a target, or mtp if its own weights have MTP layers; None if nothing is found.
 
-    It may be a folder inside the target's own (``head`` is looked at first), or ``NAME-head`` or ``NAME-assistant`` beside the
-    target's folder or GGUF file. What does not fit the target is passed over, and a line says why.
+    The head may be in a subfolder of the target's (``head`` first), or in ``NAME-head`` or ``NAME-assistant`` beside the
+    target's folder or GGUF file. Heads that do not fit the target are skipped, and the log says why.
     """
     path = Path(target)
     own = path.with_suffix("") if path.is_file() else path
@@ -29,27 +29,25 @@ def known_draft(target: str) -> str | None:
     near = [own / "head", *beside] if path.exists() else []
     inside = sorted(folder.parent for folder in path.glob("*/config.json")) if path.is_dir() else []
     for folder in (*near, *inside, *_remembered(target)):
-        kind = kind_of(folder)
-        sizes = None if kind is None else target_sizes(target)
-        try:
-            if kind is not None and sizes is not None:
-                kind.check(folder, sizes, str(folder))
-        except PolydraftError as error:
-            _say(f"{target} has a head that cannot draft: {error}")
+        if (kind := kind_of(folder)) is None:
             continue
-        if kind is not None:
+        try:
+            if (sizes := target_sizes(target)) is not None:
+                kind.check(folder, sizes, str(folder))
             return str(folder)
+        except PolydraftError as error:
+            _log_once(f"{target} has a head that cannot draft: {error}")
     return MTP if shipped_layers(target)[0] else None
 
 
 @cache
-def _say(line: str) -> None:
-    """Say a thing once, however often a draft is looked for."""
+def _log_once(line: str) -> None:
+    """Log a line once, however often a draft is looked for."""
     logger.info(line)
 
 
 def shipped_layers(target: str) -> tuple[bool, str]:
-    """Return whether the MTP layers in a target's checkpoint can draft, and what is known of them; no weights are read."""
+    """Return whether the MTP layers in a target's checkpoint can draft, and a line about them. No weights are read."""
     folder = checkpoint_folder(target)
     number, promised = (0, 0) if folder is None else mtp_layers(folder)
     sizes = target_sizes(target) if number else None
@@ -63,7 +61,7 @@ def shipped_layers(target: str) -> tuple[bool, str]:
 
 
 def remember_draft(target: str, folder: Path) -> None:
-    """Remember a head that was trained for a target, if the cache is writable."""
+    """Note in the cache, if it is writable, that a head was trained for a target."""
     file = _file(target)
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -74,7 +72,7 @@ def remember_draft(target: str, folder: Path) -> None:
 
 
 def _remembered(target: str) -> list[Path]:
-    if os.environ.get("POLYDRAFT_PROFILE") == "none":  # nothing that was found out on this machine is to be used
+    if os.environ.get("POLYDRAFT_PROFILE") == "none":  # ignore everything found out on this machine
         return []
     try:
         return [Path(json.loads(_file(target).read_text(encoding="utf-8"))["draft"])]

@@ -1,10 +1,10 @@
-"""Multi-token prediction layers that a checkpoint ships, as a head: one layer of the target's own class.
+"""Multi-token prediction (MTP) layers of a checkpoint as a head: one layer of the target's own class.
 
-Such a layer reads the target's last hidden states and the embedding of the token that follows, each normed, side by side. What
-comes after is a model of the target's kind with a single layer. So it runs as one: the pair stands in for its embedding, and
-masks, positions and keys are those of `HFModel`, whatever attention the family has.
+Such a layer reads the target's last hidden states and the embedding of the next token, each normed, side by side. The rest is a
+model of the target's kind with a single layer, so it runs as one: a `TokenPair` replaces its embedding, and `HFModel` handles
+masks, positions and keys, whatever attention the family has.
 
-Chains and trees are unrolled by the same layer: its output, after its final norm, stands in for the target's hidden states.
+The same layer drafts every level: its output, after its final norm, replaces the target's hidden states.
 
 See docs/decisions/058-mtp-layers-run-as-models-of-one-layer.md.
 """
@@ -22,7 +22,7 @@ from polydraft.trees import Block, causal_block
 
 
 class TokenPair(nn.Module):
-    """Where a model has its embedding: tokens and the features before them, projected to one vector.
+    """Replaces a model's embedding: projects each token and the features before it to one vector.
 
     Parameters
     ----------
@@ -31,7 +31,7 @@ class TokenPair(nn.Module):
     token_norm, feature_norm : nn.Module
     join : nn.Linear
     features_first : bool
-        Whether features, not tokens, have the first columns of the projection.
+        Whether the first columns of the projection are for features, not for tokens.
     """
 
     def __init__(
@@ -41,11 +41,11 @@ class TokenPair(nn.Module):
         self.embedding, self.token_norm, self.feature_norm, self.join = embedding, token_norm, feature_norm, join
         self.features_first = features_first
         self.features_BTH: Tensor | None = None
-        """Of the pass at hand; none while the model is tried out."""
+        """Features of the current pass; None while the model is tried out."""
 
     @property
     def weight(self) -> Any:
-        """The embedding table; transformers reads its size."""
+        """The embedding table, whose size transformers reads."""
         return self.embedding.weight
 
     def forward(self, tokens_BT: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class MtpHead(Head):
     Parameters
     ----------
     model : HFModel
-        Of one layer, with a `TokenPair` in place of its embedding.
+        A model of one layer with a `TokenPair` as its embedding.
     """
 
     model: HFModel
@@ -96,16 +96,16 @@ class MtpHead(Head):
         return features_RF[..., : self.hidden_size].to(self.dtype)
 
     def head(self, outputs_RH: Tensor) -> Tensor:
-        """Apply the output head, the target's or the layer's own."""
+        """Apply the output head: the target's or the layer's own."""
         return self.model.head(outputs_RH)
 
     def start(self, batch_size: int, capacity: int) -> "MtpContext":
-        """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""
+        """Return an empty context for `batch_size` texts with room for `capacity` entries each."""
         return MtpContext(self, batch_size, capacity)
 
 
 class MtpContext(Entries, HFContext):
-    """Keys and values of the entries of one batch in an MTP layer."""
+    """Keys and values of a batch's entries in an MTP layer."""
 
     _head: MtpHead
 
@@ -123,17 +123,13 @@ class MtpContext(Entries, HFContext):
             pair.features_BTH = None
 
     def store(self, tokens_BT: Tensor, fused_BTH: Tensor) -> None:
-        """Read the next entries of texts; their outputs are not needed."""
+        """Read the next entries of texts without returning outputs."""
         self.read(tokens_BT, fused_BTH, causal_block(*tokens_BT.shape, self.device))
 
-    @property
-    def divisible(self) -> bool:
-        """Always: without storage yet, `part` reads a dummy entry to have it allocated."""
-        return True
-
     def part(self, rows: slice) -> Self:
-        """Return a context of some adjacent rows, which shares their storage; what the host knows of them is a copy."""
-        if not super().divisible and rows != slice(0, self.batch_size):
+        """Return a context of some adjacent rows that shares their storage, allocated first if necessary."""
+        if self.address == 0 and rows != slice(0, self.batch_size):
+            # The first pass allocates: read a dummy entry.
             tokens_B1 = torch.zeros(self.batch_size, 1, dtype=torch.long, device=self.device)
             self.read(tokens_B1, torch.zeros_like(self._head.pair(tokens_B1)), causal_block(*tokens_B1.shape, self.device))
         return super().part(rows)

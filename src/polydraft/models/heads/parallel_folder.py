@@ -1,4 +1,4 @@
-"""Folders of P-EAGLE and DFlash heads: in the format of vLLM's speculators, and DFlash in that of its authors too."""
+"""Folders of P-EAGLE and DFlash heads, in the format of vLLM's speculators or, for DFlash, of its authors."""
 
 from abc import abstractmethod
 from collections.abc import Collection, Mapping
@@ -9,14 +9,14 @@ from torch import Tensor
 from polydraft.errors import shown
 from polydraft.models.heads.eagle3 import Config, Format, layer_windows
 from polydraft.models.heads.foreign_tensors import layer_weights
-from polydraft.models.heads.head_folder import Target
+from polydraft.models.heads.head_folder import Target, checked_number
 from polydraft.models.heads.parallel_head import DFlashHead, ParallelShape, PEagleHead
 
 _MOST_LEVELS = 64
 
 
 class ParallelFormat(Format):
-    """What P-EAGLE and DFlash share: several layers, and a mask token for future positions."""
+    """The common part of P-EAGLE and DFlash: several layers, and a mask token for future positions."""
 
     one_layer = False
 
@@ -25,11 +25,11 @@ class ParallelFormat(Format):
         return config.get("speculators_model_type") == self.kind
 
     def shape(self, config: Config, target: Target, found: set[str]) -> ParallelShape:
-        """Return sizes and form of a head of which there are the tensors `found`."""
+        """Return sizes and form of a head whose files have the tensors `found`."""
         base = vars(super().shape(config, target, found))
         own = {
-            "normed_output": False,  # the norm belongs to the output table: no output stands in for features
-            "mask_token": _checked("mask_token_id", config.form.get("mask_token_id"), 0, target.vocab_size - 1),
+            "normed_output": False,  # outputs never replace features here: the norm belongs to the output table
+            "mask_token": checked_number("mask_token_id", config.form.get("mask_token_id"), 0, target.vocab_size - 1),
             "layer_windows": layer_windows(config),
             **self.levels(config.form),
         }
@@ -37,7 +37,7 @@ class ParallelFormat(Format):
 
     @abstractmethod
     def levels(self, form: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return how many levels a pass gives, and how its places see each other."""
+        """Return how many levels a pass drafts, and how its places see each other."""
 
     def renamed(self, theirs: Mapping[str, Tensor], shape: Any) -> dict[str, Tensor]:
         """Return the weights of a head under our names."""
@@ -50,18 +50,19 @@ class ParallelFormat(Format):
 
 
 class PEagleFormat(ParallelFormat):
-    """EAGLE-3's layer with others above it, and features that stand in for those of tokens to come."""
+    """EAGLE-3's layer with more layers above it, and learned features for future tokens."""
 
     kind, head = "peagle", PEagleHead
 
     def levels(self, form: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return how many levels were trained, as far as the config says."""
+        """Return how many levels were trained: as many as the default proposal method drafts."""
         said = form["speculators_config"]
         usual = [one for one in said["proposal_methods"] if one["proposal_type"] == said["default_proposal_method"]]
-        return {"depths": _checked("speculative_tokens", usual[0]["speculative_tokens"] if usual else None, 1, _MOST_LEVELS)}
+        levels = usual[0]["speculative_tokens"] if usual else None
+        return {"depths": checked_number("speculative_tokens", levels, most=_MOST_LEVELS)}
 
     def expected(self, config: Config, shape: Any, tokens: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors that belong to a head."""
+        """Return the shapes of all tensors of a head."""
         return super().expected(config, shape, tokens) | {"mask_hidden": (1, 1, shape.hidden_size * len(shape.taps))}
 
     def renamed(self, theirs: Mapping[str, Tensor], shape: Any) -> dict[str, Tensor]:
@@ -70,7 +71,7 @@ class PEagleFormat(ParallelFormat):
 
 
 class DFlashFormat(ParallelFormat):
-    """Layers of Qwen3's form, and the norm of the features that are keys and values in all of them."""
+    """Layers of Qwen3's form, and a norm of the features that all of them use as keys and values."""
 
     kind, head = "dflash", DFlashHead
     taps, feature_norm = "aux_hidden_state_layer_ids", "hidden_norm.weight"
@@ -85,33 +86,27 @@ class DFlashFormat(ParallelFormat):
         return Config(layer=config, form={**config, **own, self.taps: [tap + 1 for tap in own["target_layer_ids"]]})
 
     def shape(self, config: Config, target: Target, found: set[str]) -> ParallelShape:
-        """Return sizes and form; queries and keys are normed whatever the type of the layer."""
+        """Return sizes and form; queries and keys are always normed."""
         return super().shape(config, target, found | {"layers.0.self_attn.q_norm.weight"})
 
     def levels(self, form: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return how many levels a block gives, and what its places see."""
+        """Return how many levels a block drafts, and what its places see."""
         flags = {name: form.get(name, False) for name in ("sample_from_anchor", "sliding_window_non_causal")}
         if wrong := [name for name, flag in flags.items() if not isinstance(flag, bool)]:
             raise ValueError(f"{wrong[0]} is {shown(flags[wrong[0]])}, not true or false")
         root_drafts, sees_all = flags.values()
         most = _MOST_LEVELS + (not root_drafts)
-        size = _checked("block_size", form.get("block_size"), 1 + (not root_drafts), most)
+        size = checked_number("block_size", form.get("block_size"), 1 + (not root_drafts), most)
         return {"depths": size - (not root_drafts), "root_drafts": root_drafts, "causal_windows": not sees_all}
 
-    def left_out(self, config: Config, tokens: int) -> Collection[str]:
-        """Return names of tensors that are the target's own: tokens are read, and all of them drafted, by its tables."""
+    def ignored(self, config: Config, tokens: int) -> Collection[str]:
+        """Return the names of tensors to ignore: the input table, and the output table unless the vocabulary is partial."""
         return ("embed_tokens.weight", *(("lm_head.weight",) if config.drafted(tokens) == tokens else ()))
 
     def expected(self, config: Config, shape: Any, tokens: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors that belong to a head."""
-        left_out = self.left_out(config, tokens)
-        return {name: size for name, size in super().expected(config, shape, tokens).items() if name not in left_out}
+        """Return the shapes of all tensors of a head."""
+        ignored = self.ignored(config, tokens)
+        return {name: size for name, size in super().expected(config, shape, tokens).items() if name not in ignored}
 
 
 PEAGLE, DFLASH = PEagleFormat(), DFlashFormat()
-
-
-def _checked(name: str, value: Any, least: int, most: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise ValueError(f"{name} is {shown(value)}, not a whole number from {least} to {most}")
-    return value

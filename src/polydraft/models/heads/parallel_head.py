@@ -1,7 +1,7 @@
-"""Heads that draft several levels by one pass: P-EAGLE and DFlash.
+"""Heads that draft several levels in one pass: P-EAGLE and DFlash.
 
-After the text they append one mask token for each future position. The output at a position is a distribution given the text
-alone, not the tokens between: all nodes of a level share it.
+They append a mask token for each future position to the text. The output at a position gives a distribution that depends on the
+text alone, not on the tokens in between, so all nodes of a level share it.
 
 References
 ----------
@@ -26,18 +26,18 @@ from polydraft.trees import Block
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelShape(HeadShape):
-    """Sizes and form of a head that drafts several levels by one pass."""
+    """Sizes and form of a head that drafts several levels in one pass."""
 
     depths: int
-    """Levels that a pass gives."""
+    """Levels drafted by a pass."""
     mask_token: int
-    """Stands in for tokens that are not known."""
+    """Replaces tokens that are not known yet."""
     layer_windows: tuple[int, ...]
-    """Positions that each layer reaches back."""
+    """How many positions each layer reaches back."""
     root_drafts: bool = True
-    """Whether the place of the last token gives the first level; if not, the place behind it does."""
+    """Whether the output at the last token drafts the first level; if not, the output at the first mask does."""
     causal_windows: bool = False
-    """Whether, in layers that do not see the whole text, a place sees only those before it (DFlash)."""
+    """Whether, in layers with a window, a place sees only the places before it (DFlash)."""
 
 
 class ParallelHead(FeatureHead):
@@ -48,26 +48,21 @@ class ParallelHead(FeatureHead):
 
     def __init__(self, shape: ParallelShape, *arguments: Any) -> None:
         super().__init__(shape, *arguments)
-        self.depths = shape.depths
+        self.depths, self.windows = shape.depths, shape.layer_windows
         self.upper = nn.ModuleList(HeadLayer(shape) for _ in shape.layer_windows[1:])
 
     @property
     def all_layers(self) -> Sequence[HeadLayer]:
-        """Its layers, the lowest of which is the head itself."""
+        """Its layers; the lowest is the head itself."""
         return (self, *self.upper)
-
-    @property
-    def windows(self) -> Sequence[int]:
-        """Positions that each layer reaches back."""
-        return self.shape.layer_windows
 
     @abstractmethod
     def start(self, batch_size: int, capacity: int) -> "ParallelContext":
-        """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""
+        """Return an empty context for `batch_size` texts with room for `capacity` entries each."""
 
 
 class PEagleHead(ParallelHead):
-    """An EAGLE-3 layer with others above it, and learned features for future positions [1]."""
+    """An EAGLE-3 layer with more layers above it, and learned features for future positions [1]_."""
 
     def __init__(self, shape: ParallelShape, *arguments: Any) -> None:
         super().__init__(shape, *arguments)
@@ -75,51 +70,51 @@ class PEagleHead(ParallelHead):
 
     @property
     def fused_mask_H(self) -> Tensor:
-        """What stands in for fused features that are not known; made once."""
+        """Replaces fused features that are not known yet; computed once."""
         made = self.kept.get("mask")
         if not isinstance(made, Tensor):
-            # Fusing leaves out the target's last hidden states, which come first.
+            # Fusing drops the target's last hidden states, which come first.
             made = self.kept["mask"] = self.fused(functional.pad(self.mask_F, (self.shape.hidden_size, 0))[None])[0]
         return made
 
     def start(self, batch_size: int, capacity: int) -> "PEagleContext":
-        """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""
+        """Return an empty context for `batch_size` texts with room for `capacity` entries each."""
         return PEagleContext(self, batch_size, capacity)
 
 
 class DFlashHead(ParallelHead):
-    """Layers that read tokens only; the target's features of the text are further keys and values in each of them [2]."""
+    """Layers that read only tokens; the target's features of the text provide additional keys and values to each [2]_."""
 
     side_by_side = 1
 
     def fused(self, features_RF: Tensor) -> Tensor:
-        """Bring the target's features into the space of what layers read."""
+        """Project the target's features into the space of the layers' inputs."""
         return self.feature_norm(super().fused(features_RF))  # type: ignore[no-any-return]  # torch: modules return anything
 
     def entry(self, fused_BTH: Tensor, tokens_BT: Tensor) -> tuple[Tensor, Tensor]:
-        """Return what passes by attention, and what the lowest layer reads: the tokens."""
+        """Return the residual stream and the input of the lowest layer, both from the tokens alone."""
         embedded_BTH = functional.embedding(tokens_BT, self.tables[0]).to(fused_BTH.dtype)
         return embedded_BTH, self.token_norm(embedded_BTH)
 
     def start(self, batch_size: int, capacity: int) -> "DFlashContext":
-        """Open an empty memory for `batch_size` texts with room for `capacity` entries each."""
+        """Return an empty context for `batch_size` texts with room for `capacity` entries each."""
         return DFlashContext(self, batch_size, capacity)
 
 
 class ParallelContext(HeadContext):
-    """Keys and values of the entries of one batch, in all layers."""
+    """Keys and values of a batch's entries, in all layers."""
 
     _head: ParallelHead
 
     @abstractmethod
     def draft(self, tokens_BW: Tensor, fused_BWH: Tensor, fresh_B: Tensor) -> Tensor:
-        """Read the next entries of each text, the first `fresh_B` of them, and return the outputs of all levels `[B, D, H]`.
+        """Read the first `fresh_B` entries of each row and return the outputs of all levels `[B, D, H]`.
 
-        They stay uncommitted.
+        The entries stay uncommitted.
         """
 
     def _ahead(self, fresh_B: Tensor, width: int, count: int) -> tuple[Tensor, Tensor]:
-        """Return depths and sight of `count` places that follow the first `fresh_B` of `width` entries, and see all of them."""
+        """Return depths and visibility of `count` places that follow the first `fresh_B` of `width` entries and see them."""
         place_U, fresh_B1 = torch.arange(width + count, device=self.device), fresh_B.clamp(min=1)[:, None]
         seen_BU = (place_U < fresh_B1) | (place_U >= width)
         return fresh_B1 + place_U[:count], seen_BU[:, None].expand(-1, count, -1)
@@ -129,7 +124,7 @@ class ParallelContext(HeadContext):
 
 
 class PEagleContext(ParallelContext):
-    """Entries of a P-EAGLE head: those of the text, then a chain of places that see the text and each other, in order."""
+    """Entries of a P-EAGLE head: those of the text, then a causal chain of places."""
 
     _head: PEagleHead
 
@@ -149,20 +144,17 @@ class PEagleContext(ParallelContext):
 
 
 class DFlashContext(ParallelContext):
-    """Entries of a DFlash head: the features of all tokens but the last; behind them a block of places that all see each other.
+    """Entries of a DFlash head: the features of all tokens but the last, then a block of places that all see each other.
 
-    The last token, of which there are no features yet, is the first of the block.
+    The block begins with the last token, whose features are not known yet.
     """
 
     _head: DFlashHead
 
     def store(self, tokens_BT: Tensor, fused_BTH: Tensor) -> None:
         """Store the keys and values of the next entries: every layer projects the same features."""
-        size = tokens_BT.shape[1]
-        positions_BT = self.lengths_B[:, None] + torch.arange(size, device=self.device)
-        self.positions_BS[self._rows_B1, positions_BT] = positions_BT
+        positions_BT = self._aim_behind(tokens_BT.shape[1])
         angles_BT3C = self._angles_P3C[positions_BT]
-        self.cache.aim(positions_BT, self.lengths[0] if self.aligned else None, max(self.lengths) + size)
         for number, layer in enumerate(self._head.all_layers):
             self.cache.update(*layer.projected(fused_BTH, positions_BT, angles_BT3C)[1:], number)
 
@@ -177,7 +169,7 @@ class DFlashContext(ParallelContext):
         return outputs_BTH[:, size - shape.depths :]
 
     def _near(self, window: int, positions_BT: Tensor, visible_BTS: Tensor) -> Tensor:
-        """Narrow what places see to a window before the block, and perhaps to places before them."""
+        """Restrict what places see to a window before the block and, if windows are causal, to earlier places."""
         if window == ENDLESS:
             return visible_BTS
         position_B1S = self.positions_BS[:, None, : visible_BTS.shape[2]]

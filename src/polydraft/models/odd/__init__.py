@@ -1,1 +1,1 @@
-"""Models that count positions themselves or carry state from token to token."""
+"""Unusual models: they count positions themselves, have recurrent layers, or need a mask of their own."""

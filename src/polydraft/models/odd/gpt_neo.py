@@ -1,8 +1,8 @@
-"""GPT-Neo by our own code: its local layers need a mask of their own.
+"""GPT-Neo's layers in our own code, because its local layers need a mask of their own.
 
-The layers of `transformers` cut their window, and the future, by a table over slots. In a tree siblings share a position but
-not a slot, and in a batch of texts of different lengths the last slots are not the last tokens, so that table hides what should
-be seen. Here the same weights run with masks that follow positions; the table is not looked at.
+The layers in `transformers` mask the future, and what is outside the window, by a table over slots. In a tree siblings share a
+position but not a slot, and if texts differ in length the last slots are not the last tokens, so the table hides visible
+tokens. Here the same weights run with masks that follow positions.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ class GPTNeoBody:
     Parameters
     ----------
     obstacle : str, optional
-        Why its layers cannot be run one by one from here, such as that they are on several devices.
+        Why its layers cannot be run one by one, for instance because they are on several devices.
     """
 
     def __init__(self, model: Any, obstacle: str | None) -> None:
         self._body = model.base_model
-        passed_by = [self._body, *self._body.h, *(block.attn for block in self._body.h)]
-        passed_by += [block.attn.attention for block in self._body.h]
-        if has_hooks(passed_by):
+        bypassed = [self._body, *self._body.h, *(block.attn for block in self._body.h)]
+        bypassed += [block.attn.attention for block in self._body.h]
+        if has_hooks(bypassed):
             obstacle = obstacle or "its layers have hooks"
         if obstacle is not None:
             raise UsageError(f"model type {GPT_NEO!r} works only unchanged and on one device, but {obstacle}; load it as it is")
@@ -40,7 +40,7 @@ class GPTNeoBody:
     def __call__(
         self, tokens_BT: Tensor, positions_BT: Tensor, mask: Any, cache: SlotCache, taps: Sequence[int] = ()
     ) -> Tensor:
-        """Return the last hidden states, after the final norm, and beside them the outputs of the layers `taps`."""
+        """Return the last hidden states, after the final norm, followed by the outputs of the layers `taps`."""
         hidden_BTF: Tensor = self._body.wte(tokens_BT) + self._body.wpe(positions_BT)
         tapped = []
         for index, block in enumerate(self._body.h):
@@ -56,7 +56,7 @@ class GPTNeoBody:
 
 
 def _attended(attention: Any, normed_BTF: Tensor, mask_B1TS: Tensor | None, cache: SlotCache, index: int) -> Tensor:
-    """Return what attention adds; scores are not scaled and in float32, as this family was trained."""
+    """Return the output of attention; scores are unscaled and in float32, as in this family's training."""
     query_BHTC, key_BHTC, value_BHTC = (
         product(normed_BTF).unflatten(-1, (attention.num_heads, attention.head_dim)).transpose(1, 2)
         for product in (attention.q_proj, attention.k_proj, attention.v_proj)

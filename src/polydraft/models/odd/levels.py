@@ -1,10 +1,9 @@
 """Recurrent modules that read a tree level by level, each node from its parent's state.
 
-Everything else of a model reads all nodes in one pass. Inside a `with` statement the mixers of a model
-(`polydraft.models.odd.recurrent`) are called once per `Step`, with the tokens and the states of that step alone.
+The rest of the model reads all nodes in one pass. Under `Mixers.reading`, the mixers (`polydraft.models.odd.recurrent`) run
+once per `Step`, with the tokens and states of that step only.
 """
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,33 +12,32 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from polydraft.errors import UsageError
 from polydraft.models.cache import SpreadCache
-from polydraft.models.forwards import ReplacedForwards
+from polydraft.models.forwards import PassForwards
 from polydraft.models.odd.recurrent import StateName, StateShape
 from polydraft.trees import Block
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Tokens that mixers read together: R texts with C tokens each."""
+    """Tokens that mixers read together: R sequences of C tokens each."""
 
     rows_R: Tensor
     sources_R: Tensor
-    """Where each text's state is: 0 for committed text, else one more than a place."""
+    """Index of the state that each sequence starts from: 0 for committed text, 1 + u for uncommitted place u."""
     targets_R: Tensor
-    """Where the state after its tokens goes."""
+    """Index that the state after its tokens is stored under."""
     columns: Tensor | slice
-    """Of their tokens, `[R, C]`; a slice is a level of the same columns in all rows, with a text for each of its nodes."""
+    """Columns of their tokens, `[R, C]`. A slice is one level in all rows, with each node a sequence."""
 
     def pick(self, values_BTX: Tensor) -> Tensor:
-        """Return what belongs to these tokens, `[R, C, ...]`."""
+        """Return the values of these tokens, `[R, C, ...]`."""
         if isinstance(self.columns, slice):
             return values_BTX[:, self.columns].flatten(0, 1)[:, None]
         return values_BTX[self.rows_R[:, None], self.columns]
 
     def place(self, values_RCX: Tensor, result_BTX: Tensor) -> None:
-        """Put what belongs to these tokens where it belongs."""
+        """Write the values of these tokens into the result for the whole pass."""
         if isinstance(self.columns, slice):
             result_BTX[:, self.columns] = values_RCX.view(len(result_BTX), -1, *values_RCX.shape[2:])
         else:
@@ -47,14 +45,14 @@ class Step:
 
 
 def level_steps(block: Block, places_BT: Tensor, depths_BU: Tensor) -> Iterator[Step]:
-    """Yield the levels of a block, upper ones first; without a look at values if the block knows them.
+    """Yield a step for each level of a block, upper ones first, without a sync if the block knows its levels.
 
     Parameters
     ----------
     places_BT : Tensor
-        Of the block's tokens.
+        Places of the block's tokens.
     depths_BU : Tensor
-        Of the tokens in all places, the block's included.
+        Depths of the tokens in all places, the block's included.
     """
     width = block.visible_BTU.shape[2]
     above_BTU = block.visible_BTU.scatter(2, places_BT[:, :, None], False)
@@ -77,9 +75,9 @@ def level_steps(block: Block, places_BT: Tensor, depths_BU: Tensor) -> Iterator[
 
 
 def text_steps(counts: Sequence[int], singly: Sequence[bool], device: torch.device) -> Iterator[Step]:
-    """Yield the steps in which rows read so many tokens in a row and keep only the state at the end.
+    """Yield the steps in which each row reads `counts` tokens of its text and keeps the last state.
 
-    Rows of equal length read theirs in one step; those that must read them singly, one token per step.
+    Rows with equal counts share one step. Rows that must read `singly` take one token per step.
     """
     for count in sorted({count for count, alone in zip(counts, singly, strict=True) if not alone} - {0}):
         rows = [row for row, other in enumerate(counts) if other == count and not singly[row]]
@@ -97,7 +95,7 @@ def _text_step(rows: list[int], columns: range, device: torch.device) -> Step:
 
 
 class NodeStates:
-    """States of the committed text and of all uncommitted places."""
+    """The states of each row: that of the committed text, then those of all uncommitted places."""
 
     def __init__(self, shapes: Sequence[StateShape], batch_size: int, device: torch.device) -> None:
         self._states = {
@@ -108,43 +106,43 @@ class NodeStates:
         self._rows_B1 = torch.arange(batch_size, device=device)[:, None]
 
     def reserve(self, places: int) -> None:
-        """Make room for so many places."""
+        """Make room for the states of this many places."""
         for name, states_BU in self._states.items():
             if (more := 1 + places - states_BU.shape[1]) > 0:
                 fresh_BU = states_BU.new_zeros(len(states_BU), more, *states_BU.shape[2:])
                 self._states[name] = torch.cat([states_BU, fresh_BU], dim=1)
 
     def take(self, name: StateName, step: Step) -> Tensor:
-        """Return a copy of the states that a step begins with."""
+        """Return a copy of the states that a step starts from."""
         return self._states[name][step.rows_R, step.sources_R]
 
     def put(self, name: StateName, step: Step, states_R: Tensor) -> None:
-        """Keep the states that a step ends with."""
+        """Store the states that a step ends with."""
         self._states[name][step.rows_R, step.targets_R] = states_R
 
     def gather(self, index_BX: Tensor) -> None:
-        """Replace the first states of each row by others of it."""
+        """Replace the first states of each row by those at the given indices."""
         for states_BU in self._states.values():
             states_BU[:, : index_BX.shape[1]] = states_BU[self._rows_B1, index_BX]
 
     def forget(self, row: int, everywhere: bool = False) -> None:
-        """Begin a new text; if told so, clear uncommitted places too."""
+        """Reset a row's state for a new text; if `everywhere`, those of uncommitted places too."""
         for name, states_BU in self._states.items():
             states_BU[row, : None if everywhere else 1] = self._starts[name]
 
     def wipe(self) -> None:
-        """Begin new texts in all rows, and clear uncommitted places too."""
+        """Reset all states of all rows."""
         for name, states_BU in self._states.items():
             states_BU.fill_(self._starts[name])
 
     @property
     def num_rows(self) -> int:
-        """Texts that there are states of."""
+        """Rows that have states."""
         return len(self._rows_B1)
 
     @property
     def address(self) -> int:
-        """Where the first of them are: they move when room is made."""
+        """Where the states begin; this changes when room is made."""
         return next((states_BU.data_ptr() for states_BU in self._states.values()), 0)
 
     @property
@@ -154,7 +152,7 @@ class NodeStates:
 
 
 class _Layer:
-    """Stands for a layer where models look into one: for stored positions, and before transformers 5.22 for states."""
+    """Stands in for a cache layer in models that access its positions or, before transformers 5.22, its states."""
 
     is_sliding = is_compileable = record_past = False
 
@@ -165,16 +163,16 @@ class _Layer:
 
     @property
     def indexer_position_ids(self) -> Tensor:
-        """Positions of all slots in use, `[3, B, S]`; the model appends those of the tokens that it reads."""
+        """Positions of all used slots, `[3, B, S]`; the model appends those of the tokens that it reads."""
         return self._cache.positions_BS.expand(3, -1, -1)
 
     @indexer_position_ids.setter
     def indexer_position_ids(self, positions: Tensor) -> None:
-        """Forget what the model would keep: slots know their positions."""
+        """Ignore the positions that the model wants to store: slots know theirs."""
 
 
 class _LayerStates:
-    """States of one layer by their numbers."""
+    """The states of one layer, by number."""
 
     def __init__(self, get: Callable[[int, int], Tensor], layer: int) -> None:
         self._get, self._layer = get, layer
@@ -184,37 +182,37 @@ class _LayerStates:
 
 
 class HybridCache(SpreadCache):
-    """Slots for the layers with attention, and for a mixer that is running the states of its step."""
+    """Slots for layers with attention, and the states of the current step for mixers."""
 
     def __init__(self, num_layers: int, capacity: int, owner: str, states: NodeStates) -> None:
         super().__init__(num_layers, capacity, owner)
         self.states = states
         self.current: dict[StateName, Tensor] = {}
-        """States in use."""
+        """States that the running mixer has asked for."""
         self.step: Step | None = None
         self.positions_BS = torch.empty(0, 0, dtype=torch.long)
-        """Positions of the slots in use."""
+        """Positions of the used slots."""
         self.layers = [_Layer(self, number) for number in range(num_layers)]
 
     def _state(self, name: StateName) -> Tensor:
-        assert self.step is not None, "states are asked for by mixers only"
+        assert self.step is not None, "only mixers use states"
         if name not in self.current:
             self.current[name] = self.states.take(name, self.step)
         return self.current[name]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        """Return the last inputs of a convolution, to be changed where they are."""
+        """Return the last inputs of a convolution, which the model may change in place."""
         return self._state((layer_idx, "conv", state_idx))
 
     def update_conv_state(self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
-        """Add inputs of a convolution; return them with those before."""
+        """Append inputs of a convolution; return the earlier ones with them."""
         state = self._state((layer_idx, "conv", state_idx))
         whole = torch.cat([state, conv_states], dim=-1)
         state.copy_(whole[..., -state.shape[-1] :])
         return whole
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
-        """Return a state, to be changed where it is."""
+        """Return a state, which the model may change in place."""
         return self._state((layer_idx, "recurrent", state_idx))
 
     def update_recurrent_state(self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **kwargs: Any) -> Tensor:
@@ -222,25 +220,25 @@ class HybridCache(SpreadCache):
         return self._state((layer_idx, "recurrent", state_idx)).copy_(recurrent_states)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether there is a state; the one that a text begins with counts."""
+        """Whether there is a state: always, because every text starts from one."""
         return True
 
     def is_capture_past(self, layer_idx: int) -> bool:
-        """Whether states keep more of the past than they need."""
+        """Whether states keep more of the past than they need: never."""
         return False
 
     def clear(self, row: int) -> None:
-        """Overwrite what a row holds, its states included."""
+        """Overwrite a row's slots and states."""
         super().clear(row)
         self.states.forget(row, everywhere=True)
 
     def wipe(self) -> None:
-        """Overwrite what all rows hold."""
+        """Overwrite the slots and states of all rows."""
         super().wipe()
         self.states.wipe()
 
     def adopt(self, other: Any, rows: int) -> bool:
-        """Take over the storage of another cache of the same model."""
+        """Take over the storage of another cache of the same model; return whether it fits."""
         assert isinstance(other, HybridCache)
         if other.states.num_rows != rows or not super().adopt(other, rows):
             return False
@@ -251,7 +249,7 @@ class HybridCache(SpreadCache):
 
     @property
     def address(self) -> int:
-        """Where keys and values, and states, begin."""
+        """A number that changes when keys and values, or states, move."""
         return hash((super().address, self.states.address))
 
     @property
@@ -261,55 +259,48 @@ class HybridCache(SpreadCache):
 
 
 @dataclass(frozen=True, eq=False)
-class _Plan:
+class _Pass:
     steps: Sequence[Step]
     cache: HybridCache
     size: tuple[int, int]
-    """Rows and tokens of the pass."""
+    """Rows and tokens."""
 
 
-class _Here(threading.local):
-    """The plan of this thread's pass."""
-
-    plan: _Plan | None = None
-
-
-_HERE = _Here()
-_REPLACED = ReplacedForwards()
+_FORWARDS: PassForwards[_Pass] = PassForwards("a recurrent layer")
 
 
 class _Mixer:
-    """Takes the place of one mixer's `forward`."""
+    """Replaces the `forward` of one mixer."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         forward = type(self._module).forward
-        plan = _HERE.plan
-        if plan is None or plan.cache.step is not None:  # a mixer inside another one reads that one's tokens
+        now = _FORWARDS.current
+        if now is None or now.cache.step is not None:  # a mixer inside another one reads that one's tokens
             return forward(self._module, *args, **options)
         results: list[Tensor] = []
         alone = True
-        for step in plan.steps:
-            output = self._read(plan, step, args, options)
+        for step in now.steps:
+            output = self._read(now, step, args, options)
             alone = isinstance(output, Tensor)
             outputs = (output,) if alone else output
             if not results:
-                results = [part_RCF.new_zeros(*plan.size, *part_RCF.shape[2:]) for part_RCF in outputs]
+                results = [part_RCF.new_zeros(*now.size, *part_RCF.shape[2:]) for part_RCF in outputs]
             for result_BTF, part_RCF in zip(results, outputs, strict=True):
                 step.place(part_RCF, result_BTF)
         return results[0] if alone else tuple(results)
 
-    def _read(self, plan: _Plan, step: Step, args: Any, options: dict[str, Any]) -> Any:
+    def _read(self, now: _Pass, step: Step, args: Any, options: dict[str, Any]) -> Any:
         def part(value: Any) -> Any:
-            if isinstance(value, Tensor) and value.shape[:2] == plan.size:
+            if isinstance(value, Tensor) and value.shape[:2] == now.size:
                 return step.pick(value)
             return value
 
-        cache = plan.cache
+        cache = now.cache
         cache.step, cache.current = step, {}
-        # Masks are about padding, and no step has any.
+        # Masks would hide padding, which steps do not have.
         own = {name: None if name.endswith("mask") else part(value) for name, value in options.items()}
         output = type(self._module).forward(self._module, *map(part, args), **own)
         for name, states_R in cache.current.items():
@@ -319,21 +310,14 @@ class _Mixer:
 
 
 class Mixers:
-    """The mixers of a model, which can read by steps."""
+    """The mixers of a model, able to read step by step."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._forwards = [(module, _Mixer(module)) for module in modules]
 
     @contextmanager
     def reading(self, steps: Sequence[Step], cache: HybridCache, size: tuple[int, int]) -> Iterator[None]:
-        """Let mixers read by steps while this thread is inside."""
-        cache.step, cache.current = None, {}  # a pass may have been interrupted
-        _REPLACED.enter(self._forwards)
-        try:
-            if not all(isinstance(module.__dict__.get("forward"), _Mixer) for module, _ in self._forwards):
-                raise UsageError("the forward method of a recurrent layer was replaced; load the model without such hooks")
-            _HERE.plan = _Plan(steps, cache, size)
+        """Let mixers read step by step while this thread is inside."""
+        cache.step, cache.current = None, {}  # the last pass may have been interrupted
+        with _FORWARDS.running(self._forwards, _Pass(steps, cache, size)):
             yield
-        finally:
-            _HERE.plan = None
-            _REPLACED.leave()

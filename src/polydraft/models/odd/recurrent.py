@@ -1,9 +1,9 @@
-"""Recurrent layers of Hugging Face models: which modules they are, and what they keep of a text.
+"""Finding the recurrent layers of Hugging Face models and the states that they keep.
 
-A recurrent layer keeps a state of fixed size instead of keys and values. Nothing in it can be masked, but it can be copied. So
-each node of a tree gets a state of its own, made from its parent's (`polydraft.models.odd.recurrent_context`). That takes a
-model that keeps its states in the cache of `transformers`, where they can be read and replaced. Which modules do is found out
-by watching one pass.
+A recurrent layer keeps a state of fixed size instead of keys and values. A state cannot be masked, but it can be copied. So
+each node of a tree gets its own state, computed from its parent's (`polydraft.models.odd.recurrent_context`). This requires
+that the model keeps its states in the cache of `transformers`, where they can be read and replaced. Watching one pass shows
+which modules use it.
 
 See docs/decisions/030-recurrent-layers-read-trees-by-levels.md.
 """
@@ -25,20 +25,20 @@ from polydraft.models.families import is_recurrent, text_config
 from polydraft.models.placement import spread_obstacle
 
 StateName = tuple[int, str, int]
-"""Layer, kind (`conv` or `recurrent`), and number of a state among those of its kind in the layer."""
-_ASKED = ("get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state")
-"""Of a cache; before transformers 5.22 there are no `get_` methods, and models look into its layers instead."""
+"""Layer, kind (`conv` or `recurrent`), and number of the state among those of its kind in the layer."""
+_STATE_METHODS = ("get_conv_state", "get_recurrent_state", "update_conv_state", "update_recurrent_state")
+"""Methods of a cache. Before transformers 5.22 it has no `get_` methods, and models access its layers instead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StateShape:
-    """What one state of one text looks like."""
+    """Shape and initial value of one state of one text."""
 
     name: StateName
     sizes: tuple[int, ...]
     dtype: torch.dtype
     start: int = 0
-    """What it is full of when a text begins."""
+    """The value that fills it at the start of a text."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -46,14 +46,14 @@ class Recurrence:
     """The recurrent part of a model."""
 
     mixers: tuple[nn.Module, ...]
-    """The modules that ask a cache for states; the innermost ones, which read all tokens of a pass in turn."""
+    """The innermost modules that use states of the cache; each reads all tokens of a pass in order."""
     states: tuple[StateShape, ...]
     cache_argument: str
-    """Under which name the model takes its cache."""
+    """Name of the model's argument for its cache."""
 
 
 class _Watch:
-    """Notes which module is running when a cache is asked for a state."""
+    """Records which modules are running when states of a cache are used."""
 
     def __init__(self, model: nn.Module) -> None:
         self.running: list[nn.Module] = []
@@ -72,7 +72,7 @@ class _Watch:
             handle.remove()
 
     def spy(self, cache: Any) -> None:
-        for method in _ASKED:
+        for method in _STATE_METHODS:
             if hasattr(cache, method):
                 setattr(cache, method, partial(self._note, getattr(cache, method)))
 
@@ -82,7 +82,7 @@ class _Watch:
 
 
 def find_recurrence(model: Any) -> Recurrence | None:
-    """Return the recurrent part of a model, None if it has none; refuse one whose states cannot be copied."""
+    """Return the recurrent part of a model, or None; refuse a model whose states cannot be copied."""
     if not is_recurrent(model):
         return None
     kind = text_config(model).model_type
@@ -99,7 +99,7 @@ def find_recurrence(model: Any) -> Recurrence | None:
             )
         if not _has_numbered_states(cache):
             raise UsageError(
-                f"model type {kind!r} has recurrent layers, and transformers {transformers.__version__} does not hand out "
+                f"model type {kind!r} has recurrent layers, and transformers {transformers.__version__} does not expose "
                 "their states; use 5.17 or newer"
             )
         watch = _Watch(model)
@@ -120,13 +120,13 @@ def find_recurrence(model: Any) -> Recurrence | None:
 
 
 def _has_numbered_states(cache: DynamicCache) -> bool:
-    """Whether states are where we look for them: in the cache's layers, by their numbers, as since transformers 5.17."""
+    """Whether the cache's layers hold states by number, as they do since transformers 5.17."""
     layers = [layer for layer in cache.layers if isinstance(layer, LinearAttentionCacheLayerMixin)]
     return all(isinstance(getattr(layer, "conv_states", None), dict) for layer in layers)
 
 
 def _first_end(config: Any) -> int:
-    """Return the end-of-text token, the first if there are several."""
+    """Return the first end-of-text token; 0 if there is none."""
     end = getattr(config, "eos_token_id", None)
     return int((end[0] if end else 0) if isinstance(end, list) else end or 0)
 
@@ -138,7 +138,7 @@ def _shapes(cache: DynamicCache, end: int) -> list[StateShape]:
             for kind, states in (("conv", layer.conv_states), ("recurrent", layer.recurrent_states)):
                 for index, state in states.items():
                     if state is not None:
-                        # A state of whole numbers is one of token ids, as if another text had ended.
+                        # States of integers hold token ids: start as if another text had just ended.
                         start = 0 if state.is_floating_point() else end
                         sizes = tuple(state.shape[1:])
                         shapes.append(StateShape(name=(number, kind, index), sizes=sizes, dtype=state.dtype, start=start))

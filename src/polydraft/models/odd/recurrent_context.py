@@ -1,4 +1,4 @@
-"""The memory of a batch in a model with recurrent layers: keys and values in slots, and a state for each node of a tree."""
+"""The context of a model with recurrent layers: keys and values in slots, and a state for each node of a tree."""
 
 from collections.abc import Sequence
 
@@ -13,11 +13,12 @@ from polydraft.trees import Block, causal_block
 
 
 class RecurrentContext(HFContext):
-    """Keys and values, and states: one of the committed text per row, and one for each uncommitted place.
+    """Keys and values, plus states: per row, one of the committed text and one for each uncommitted place.
 
-    Layers with attention see a tree by its mask, as ever. Recurrent ones read it level by level, each node from its parent's
-    state; to commit a path is to keep the state of its last node. A prompt is read in a row, which leaves one state only; where
-    the model's scan takes no state to begin with (`HFModel.resumes`), only its first part is, and the rest token by token.
+    Layers with attention read a tree through its mask, as usual. Recurrent layers read it level by level, each node starting
+    from its parent's state; committing a path keeps the state of its last node. A prompt is scanned at once, which yields only
+    the last state. If the model's scan cannot start from a state (see `HFModel.resumes`), only the first part of a text is
+    scanned and the rest is read token by token.
     """
 
     cache: HybridCache
@@ -31,11 +32,11 @@ class RecurrentContext(HFContext):
         self._mixers = Mixers(model.recurrence.mixers)
         self._depths_BU = torch.zeros(batch_size, 0, dtype=torch.long, device=self.device)
         self._read_B = torch.zeros(batch_size, dtype=torch.long, device=self.device)
-        """How many tokens each state of committed text has read, -1 where nobody knows: only such a text can go on."""
+        """How many tokens the state of each committed text has read; -1 if unknown. Texts of that length can continue."""
         self._counts: Sequence[int] | None = None
-        """Tokens per row of a text that is being read."""
+        """Tokens per row while prompts are being read; None in rounds."""
         self._singly: Sequence[bool] = ()
-        """Whether recurrent layers must read them one by one."""
+        """Which rows must read them one by one."""
 
     def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
         """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
@@ -57,7 +58,7 @@ class RecurrentContext(HFContext):
         return list(level_steps(block, places_BT, self._depths_BU))
 
     def fix_span(self, span: int | None = None) -> int:
-        """Let passes see so many slots; what rounds leave behind stays where it is from now on."""
+        """Fix how many slots passes see, and allocate the states of all places so that they stay where they are."""
         self._make_places(self.places)
         return super().fix_span(span)
 
@@ -67,25 +68,25 @@ class RecurrentContext(HFContext):
             self.cache.states.reserve(places)
 
     def commit(self, places_BD: Tensor, counts_B: Tensor, *, in_place: bool = False) -> None:
-        """Keep the tokens in the first `counts_B` of `places_BD` as committed text, in that order; drop the rest."""
+        """Commit the tokens in the first `counts_B` of `places_BD`, in that order, and drop the rest."""
         last_B1 = places_BD.gather(1, (counts_B[:, None] - 1).clamp(min=0))
         self.cache.states.gather(torch.where(counts_B[:, None] > 0, last_B1 + 1, 0))
         self._read_B += counts_B
         super().commit(places_BD, counts_B, in_place=in_place)
 
     def rearrange(self, places_BD: Tensor) -> None:
-        """Move uncommitted tokens to the first uncommitted places, in that order; they stay uncommitted where they stand."""
+        """Move uncommitted tokens to the first uncommitted places, in that order; they stay uncommitted."""
         self.cache.states.gather(torch.nn.functional.pad(places_BD + 1, (1, 0)))
         self._depths_BU[:, : places_BD.shape[1]] = self._depths_BU.gather(1, places_BD)
         super().rearrange(places_BD)
 
     def advance(self, counts_B: Tensor) -> None:
-        """Keep the first `counts_B` uncommitted tokens of each row where they are."""
+        """Commit the first `counts_B` uncommitted tokens of each row in place."""
         self._shift(counts_B)
         super().advance(counts_B)
 
     def _shift(self, counts_B: Tensor) -> None:
-        """Let the states of the first places be those of committed text; what is behind them comes nearer."""
+        """Commit the states of the first `counts_B` places, and shift those behind them."""
         places = self._depths_BU.shape[1]
         index_BX = (torch.arange(places + 1, device=self.device) + counts_B[:, None]).clamp(max=places)
         self.cache.states.gather(index_BX)
@@ -94,12 +95,12 @@ class RecurrentContext(HFContext):
             self._depths_BU.copy_(self._depths_BU.gather(1, index_BX[:, :-1].clamp(max=places - 1)) - counts_B[:, None])
 
     def keepable(self, lengths: Sequence[int]) -> list[int]:
-        """Return how many of so many committed tokens can be kept: all, or none where there is no state to go on from."""
-        # Only the device knows: a round that ran ahead of a text's end has moved its state on.
+        """Return the lengths, with 0 for rows whose state does not belong to that length: they must be read again."""
+        # Only the device knows: a round launched ahead, after the text's end, has advanced the state.
         return [length if length == read else 0 for length, read in zip(lengths, self._read_B.tolist(), strict=True)]
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Cut rows to the given numbers of committed tokens, or keep what was read behind them."""
+        """Set the number of committed tokens per row: cut rows, or commit tokens that were read after them."""
         more = [max(length - held, 0) for length, held in zip(lengths, self.lengths, strict=True)]
         if any(more):
             self._shift(torch.tensor(more, device=self.device))
@@ -110,7 +111,7 @@ class RecurrentContext(HFContext):
         super().rewind(lengths)
 
     def adopt(self, other: Context) -> bool:
-        """Take over the storage of another context of the same model."""
+        """Take over the storage of another context of the same model; return whether it fits."""
         if not isinstance(other, RecurrentContext) or not super().adopt(other):
             return False
         self._depths_BU = other._depths_BU
@@ -118,14 +119,14 @@ class RecurrentContext(HFContext):
 
     @property
     def divisible(self) -> bool:
-        """Rows read together: states have no parts."""
+        """Never: states cannot be shared by part, so all rows read together."""
         return False
 
     def prefill(self, texts: Sequence[Sequence[int]], observer: Observer | None = None) -> None:
-        """Append tokens known beforehand to each row's committed text, showing their features to the observer."""
+        """Read known tokens at the end of each row's committed text, and pass their features to the observer."""
         self.span = None
         longest = max(map(len, texts))
-        # As much as possible from the beginning, as `generate` does: it costs a multiple later on.
+        # Without resuming, read as much as possible at once, as `generate` does: token by token is many times slower.
         chunk = PREFILL_CHUNK if self.model.resumes else max(longest, 1)
         for done in range(0, longest, chunk):
             parts = [list(text[done : done + chunk]) for text in texts]
@@ -134,10 +135,10 @@ class RecurrentContext(HFContext):
             tokens_BT = torch.tensor([part + [0] * (size - len(part)) for part in parts], device=self.device)
             self.reserve(max(self.lengths) + size)
             read_B, counts_B = self._read_B.clone(), torch.tensor(counts, device=self.device)
-            # After an interrupted pass it is unknown how many tokens the states have read.
+            # If the pass is interrupted, it is unknown how many tokens the states have read.
             self._read_B.masked_fill_(counts_B > 0, -1)
             self._counts = counts
-            # Only the device knows which rows have a state to read on from.
+            # Only the device knows which rows have a state to continue from.
             self._singly = [False] * self.batch_size if self.model.resumes else [read != 0 for read in read_B.tolist()]
             try:
                 features_BTF = self.extend(tokens_BT, causal_block(self.batch_size, size, self.device))
