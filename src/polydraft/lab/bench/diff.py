@@ -1,4 +1,4 @@
-"""What changed between two benchmarks, and what noise can explain."""
+"""Compare two benchmarks: what changed beyond noise."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,17 +12,17 @@ from polydraft.lab.bench import BASELINE, SCHEMA
 from polydraft.lab.bench.report.values import finite, interval
 
 TOKENS_PER_PASS_SHARE = 0.02
-"""Relative change of tokens per pass that counts over all prompts."""
+"""Smaller relative changes of tokens per pass are noise, over all prompts."""
 ACCEPTANCE_STEP = 0.01
-"""Change of an acceptance rate that counts over all prompts."""
+"""Smaller changes of an acceptance rate are noise, over all prompts."""
 CATEGORY_FACTOR = 3.0
-"""A category has about a tenth of the prompts, so about three times the scatter."""
+"""Both limits are this much larger for a category, which has about a tenth of the prompts."""
 BASELINE_SHARE = 0.05
 """Relative change of the baseline's tokens/s that gets a warning."""
 
 
 class Verdict(StrEnum):
-    """What a pair of figures says."""
+    """How two figures compare."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -48,7 +48,7 @@ class Change:
     """Empty for all prompts."""
     what: str
     before: str
-    """As text, with a dash for a missing value; so is `after`."""
+    """As text, with a dash for a missing value, as in `after`."""
     after: str
     verdict: Verdict
 
@@ -81,9 +81,9 @@ def load_results(path: Path) -> dict[str, Any]:
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
     """Compare two results: warnings first, then methods in the order of `before`, new ones last.
 
-    A speed-up changed if the two 95 % intervals do not overlap. That is stricter than a test at 5 %: with equal intervals it
-    takes 2.8 standard errors of the difference. Tokens per pass and acceptance change beyond fixed thresholds. Differences from
-    plain decoding are always reported.
+    A speed-up has changed if the two 95 % intervals do not overlap. That is stricter than a test at 5 %: with equal intervals
+    it takes 2.8 standard errors of the difference. Tokens per pass and acceptance have changed if they differ by more than a
+    fixed threshold. Differences from plain decoding are always reported.
     """
     old, new = before["methods"], after["methods"]
     changes = [*_surroundings(before, after), *_baseline(old, new)]
@@ -99,7 +99,7 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Name settings within settings by dotted name."""
+    """Flatten nested settings; their names are joined by dots."""
     found: dict[str, Any] = {}
     for key, item in value.items():
         found.update(_flat(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item})
@@ -107,7 +107,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _surroundings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield differences that make the figures hard to compare."""
+    """Warn about differences in settings, machine and versions, which make figures hard to compare."""
     for part in ("settings", "machine", "versions"):
         old, new = _flat(before.get(part) or {}), _flat(after.get(part) or {})
         for key in [*old, *(key for key in new if key not in old)]:
@@ -137,12 +137,12 @@ def _method(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterat
     yield from _figures(name, "", old, new)
     old_parts, new_parts = old.get("categories") or {}, new.get("categories") or {}
     for category in old_parts:
-        if category in new_parts:  # the prompts' categories are settings: what differs there has its warning
+        if category in new_parts:  # categories that only one has are settings, so there is a warning already
             yield from _figures(name, category, old_parts[category], new_parts[category])
 
 
 def _identity(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    """Report differences from plain decoding if they changed, or if there still are any."""
+    """Report differences from plain decoding if they have changed or persist."""
     counts = [[finite(side.get(key)) for key in ("near_tie_differences", "differences")] for side in (old, new)]
     told = {"before": _identity_text(old), "after": _identity_text(new)}
     if counts[0] != counts[1]:
@@ -202,7 +202,7 @@ def _speedup_verdict(old: Mapping[str, Any], new: Mapping[str, Any]) -> Verdict:
 def format_diff(changes: Sequence[Change], *, everything: bool = False) -> str:
     """Return changes as plain text: warnings, a table, and a summary.
 
-    Figures within noise are left out unless `everything` is set, but each method's overall speed-up is always shown.
+    Figures within noise are left out unless `everything` is set. Each method's overall speed-up is always shown.
     """
     warnings = [change for change in changes if change.verdict is Verdict.WARNING]
     figures = [change for change in changes if change.verdict is not Verdict.WARNING]

@@ -1,4 +1,4 @@
-"""A server under load: requests arrive at random, or a fixed number runs at a time; they are timed by the client."""
+"""Measure a server under load from the client's side: requests arrive at random, or a fixed number runs at a time."""
 
 import dataclasses
 import http.client
@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from polydraft.errors import FailureError, UsageError
 
 Asked = str | list[Mapping[str, Any]]
-"""What a user says, or the messages of a conversation."""
+"""A user's message, or all messages of a conversation."""
 
 AS_IS = "as-is"
 PEERS = ("transformers", "llama.cpp")
@@ -33,8 +33,8 @@ class ServingLoad:
     model: str | None = None
     """Model to ask for  [default: the first one that the server lists]."""
     arms: str = "auto off"
-    """What to compare, separated by spaces: auto and off (polydraft serve with and without speculation), as-is (any server,
-    plain requests), transformers and llama.cpp (peers, started automatically)."""
+    """What to compare, separated by spaces: auto and off (polydraft serve with and without speculation), as-is (any server),
+    transformers and llama.cpp (peers, started automatically)."""
     peer_model: str = "smollm2"
     """Model for the peers: a folder in Hugging Face format, or a GGUF file for llama.cpp."""
     requests: int = 64
@@ -75,24 +75,25 @@ class ServingLoad:
 
 @dataclass
 class Sample:
-    """One request, in seconds from its arrival."""
+    """The timing of one request, in seconds."""
 
     first: float = 0.0
-    """Until its first text."""
+    """From sending the request to the first text."""
     whole: float = 0.0
+    """From sending the request to the end of the answer."""
     tokens: int = 0
     gaps: list[float] = field(default_factory=list)
-    """Between parts of the answer."""
+    """Times between parts of the answer."""
     error: str | None = None
 
     @property
     def per_token(self) -> float:
-        """After the first text."""
+        """Mean time per token after the first text."""
         return (self.whole - self.first) / max(self.tokens - 1, 1)
 
 
 class Client:
-    """A client that streams answers, with the standard library alone."""
+    """Streams answers from a server; uses only the standard library."""
 
     def __init__(self, options: ServingLoad) -> None:
         parts = urlsplit(options.url)
@@ -102,7 +103,7 @@ class Client:
             self._headers["Authorization"] = f"Bearer {options.api_key}"
         self.model = options.model or self._first_model()
         self._salt = secrets.token_hex(8)
-        """With the arm's name: an arm must not gain from prompts that another one has read."""
+        """Joined with the arm's name, it keeps an arm from reusing prompts that another arm has read."""
 
     def _first_model(self) -> str:
         connection = http.client.HTTPConnection(self._host, self._port, timeout=30)
@@ -162,15 +163,15 @@ def _read(response: http.client.HTTPResponse, sample: Sample, start: float) -> N
 
 
 def run_load(options: ServingLoad, prompts: Sequence[Asked], done: Callable[[str, int], None]) -> list[dict[str, Any]]:
-    """Measure all arms, one after the other, with the same prompts and arrivals; return a summary of each.
+    """Measure all arms one after the other, with the same prompts and arrival times; return a summary of each.
 
-    `done` is called with the arm and its number of complete answers.
+    After each answer, `done` is called with the arm and the number of its answers so far.
     """
     from polydraft.lab.bench.serving_peers import command_of, running
 
     for arm in options.arms.split():
         if arm in PEERS:
-            command_of(arm, options.peer_model, 1, 0)  # refuses what is not there before anything takes time
+            command_of(arm, options.peer_model, 1, 0)  # refuses missing programs and models before anything runs
     summaries = []
     for arm in options.arms.split():
         if arm in PEERS:
@@ -178,7 +179,7 @@ def run_load(options: ServingLoad, prompts: Sequence[Asked], done: Callable[[str
                 with running(arm, options.peer_model, options.concurrency or _PEER_SLOTS) as (url, name):
                     client = Client(dataclasses.replace(options, url=url, model=name, api_key=None))
                     summaries.append(_measured(options, client, prompts, arm, done))
-            except FailureError as error:  # a peer's failure is a result, and the others' figures are kept
+            except FailureError as error:  # a peer's failure is a result; the other arms' figures are kept
                 summaries.append({"arm": arm, **summary(options, [Sample(error=str(error))], 1.0)})
         else:
             summaries.append(_measured(options, Client(options), prompts, arm, done))
@@ -186,9 +187,9 @@ def run_load(options: ServingLoad, prompts: Sequence[Asked], done: Callable[[str
 
 
 def _measured(
-    options: ServingLoad, client: "Client", prompts: Sequence[Asked], arm: str, done: Callable[[str, int], None]
+    options: ServingLoad, client: Client, prompts: Sequence[Asked], arm: str, done: Callable[[str, int], None]
 ) -> dict[str, Any]:
-    client.ask(prompts[0], arm)  # the first answer warms the arm up, and is not counted
+    client.ask(prompts[0], arm)  # warms the arm up; not counted
     start = time.perf_counter()
     samples = _run_arm(options, client, prompts, arm, done)
     return {"arm": arm, **summary(options, samples, time.perf_counter() - start)}
@@ -221,7 +222,7 @@ def _run_arm(
 
 
 def summary(options: ServingLoad, samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
-    """Summarise the requests of a run."""
+    """Summarise an arm's requests, which took `seconds` together."""
     good = [sample for sample in samples if sample.error is None]
     within = [one for one in good if one.first <= options.first_limit and one.per_token <= options.token_limit]
     return {

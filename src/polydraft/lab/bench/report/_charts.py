@@ -1,4 +1,4 @@
-"""The charts of the page: bars in rows, one panel per method, speed against tokens per pass, and draft trees."""
+"""The charts of the report: rows of bars, panels per method, speed against tokens per pass, and draft trees."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ from polydraft.lab.svg import escape
 Figures = Mapping[str, Any]
 
 PARTS = {"prefill": "P", "draft": "D", "target": "T", "verify": "V", "commit": "C", "other": "O"}
-"""Parts of a generation's time, each with the letter that marks it beside its colour."""
+"""Parts of a generation's time; each is marked by a colour and by this letter."""
 _ROW = 26.0
 _LETTER_SHARE = 0.09  # on a phone a bar is about 300 px wide; a narrower part has no room for its letter
 _PANEL_WIDTH, _PANEL_HEIGHT = 320.0, 190.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 308.0, 18.0, 158.0
-_LABELLED = 8  # more points than this leave no room for a figure at each
+_LABELLED = 8  # with more points there is no room for a figure at each
 _PLANE_HEIGHT, _PLANE_FOOT, _PLANE_HEAD = 380.0, 44.0, 26.0
-_NOMINAL_WIDTH = 320.0  # labels are kept apart as on a phone; wider pages have more room
+_NOMINAL_WIDTH = 320.0  # labels are placed for a phone; wider pages have more room
 _OFFSETS = ((10, 4, "start"), (-10, 4, "end"), (0, -10, "middle"), (0, 19, "middle"), (10, -10, "start"), (10, 18, "start"))
 _TREE_TOP, _TREE_MARGIN = 26.0, 14.0
 _TALLEST = 360.0  # a tree of hundreds of leaves is drawn finer, not taller
@@ -54,14 +54,14 @@ def bars(figures: Mapping[str, float], scale: svg.Scale) -> str:
 
 
 def speedup_scale(methods: Mapping[str, Figures]) -> svg.Scale:
-    """One scale for all categories, from zero to the highest interval."""
+    """Return one scale for all categories, from zero to the highest interval."""
     everything = [part for figures in methods.values() for part in (figures, *(figures.get("categories") or {}).values())]
     found = [values.finite(part.get(key)) for part in everything for key in ("speedup", "speedup_high")]
     return svg.Scale(0, 1.04 * max([1.2, *(value for value in found if value is not None)]))
 
 
 def speedup_bar(figures: Figures, scale: svg.Scale) -> str:
-    """One bar from zero, the interval across its end, a line where the baseline stands."""
+    """Draw a speed-up as a bar from zero, with its interval and a line at the baseline."""
     shapes = _grid(scale)
     value, bounds = values.finite(figures.get("speedup")), values.interval(figures)
     middle = _ROW / 2
@@ -76,7 +76,7 @@ def speedup_bar(figures: Figures, scale: svg.Scale) -> str:
 
 
 def speedup_chart(title: str, rows: Mapping[str, Figures], scale: svg.Scale, note: str = "") -> str:
-    """Speed-ups of all methods on one set of prompts."""
+    """Draw the speed-ups of all methods on one set of prompts."""
     drawn = "".join(
         _row(f"<code>{escape(name)}</code>", speedup_bar(figures, scale), values.speedup(figures))
         for name, figures in rows.items()
@@ -87,7 +87,7 @@ def speedup_chart(title: str, rows: Mapping[str, Figures], scale: svg.Scale, not
 
 
 def time_parts(figures: Figures) -> dict[str, float] | None:
-    """Milliseconds per token of each part, and of what no part accounts for; None if unknown."""
+    """Return milliseconds per token by part, with the rest as "other"; None if unknown."""
     seconds, tokens = figures.get("seconds"), values.finite(figures.get("tokens"))
     if not seconds or not tokens:
         return None
@@ -110,7 +110,7 @@ def _time_bar(parts: Mapping[str, float], scale: svg.Scale) -> str:
 
 
 def time_chart(methods: Mapping[str, Figures]) -> str:
-    """Milliseconds per token, split by part, one row per method."""
+    """Draw milliseconds per token, split into parts, one row per method."""
     known = {name: parts for name, figures in methods.items() if (parts := time_parts(figures))}
     if not known:
         return '<p class="muted">No method reports how its time was spent.</p>'
@@ -131,7 +131,7 @@ def time_chart(methods: Mapping[str, Figures]) -> str:
 
 
 def figure(name: str, drawing: str, caption: str) -> str:
-    """Frame a panel, headed by its method."""
+    """Frame a drawing, with its method as heading and a caption."""
     return f'<figure class="card"><h3><code>{escape(name)}</code></h3>{drawing}<figcaption>{caption}</figcaption></figure>'
 
 
@@ -140,7 +140,7 @@ def _y(fraction: float) -> float:
 
 
 def _x(index: int, count: int) -> float:
-    """Middle of one of `count` equal columns."""
+    """Return the middle of one of `count` equal columns."""
     return _LEFT + (_RIGHT - _LEFT) * (index + 0.5) / count
 
 
@@ -155,13 +155,13 @@ def _frame(top: float, columns: int, first: int, below: str) -> list[str]:
 
 
 def _curve(points: Sequence[float | None], columns: int, kind: str) -> list[str]:
-    """Straight pieces between neighbouring known points."""
+    """Draw straight lines between neighbouring known points."""
     places = [None if point is None else (_x(i, columns), _y(min(1.0, point))) for i, point in enumerate(points)]
     return [svg.line(*a, *b, kind) for a, b in pairwise(places) if a and b]
 
 
 def acceptance_panels(methods: Mapping[str, Figures]) -> str:
-    """One panel per method: its acceptance at each depth, the other methods' in grey behind it."""
+    """Draw a panel per method: its acceptance at each depth, with the other methods in grey behind."""
     curves = {name: [values.finite(v) for v in figures.get("acceptance_by_depth") or []] for name, figures in methods.items()}
     curves = {name: curve for name, curve in curves.items() if curve}
     columns = max([1, *map(len, curves.values())])
@@ -185,14 +185,14 @@ def acceptance_panels(methods: Mapping[str, Figures]) -> str:
 
 
 def _shares(figures: Figures) -> list[float]:
-    """Share of passes that yielded 1, 2, … tokens."""
+    """Return the shares of passes that yielded 1, 2, … tokens."""
     counts = {int(length): values.finite(count) or 0.0 for length, count in (figures.get("block_lengths") or {}).items()}
     total = sum(counts.values())
     return [counts.get(length, 0.0) / total for length in range(1, max(counts) + 1)] if total else []
 
 
 def length_panels(methods: Mapping[str, Figures]) -> str:
-    """One histogram per method: how many tokens its passes yielded."""
+    """Draw a histogram per method: how many tokens its passes yielded."""
     found = {name: shares for name, figures in methods.items() if name != BASELINE and (shares := _shares(figures))}
     columns = max([1, *map(len, found.values())])
     top = max([0.1, *(max(shares) for shares in found.values())]) * 1.08
@@ -221,7 +221,7 @@ def _panels(panels: Sequence[str], missing: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Point:
-    """One method in the plane; `number` is its row in the table of figures."""
+    """One method in the plot of speed against tokens per pass; `number` is its row in the table of figures."""
 
     number: int
     method: str
@@ -235,7 +235,7 @@ class Point:
 
 
 def points_of(methods: Mapping[str, Figures]) -> list[Point]:
-    """Return the methods whose figures are both known."""
+    """Return the methods whose speed and tokens per pass are known."""
     found = []
     for index, (name, figures) in enumerate(methods.items(), 1):
         per_pass, speed = values.finite(figures.get("tokens_per_pass")), values.finite(figures.get("tokens_per_second"))
@@ -245,7 +245,7 @@ def points_of(methods: Mapping[str, Figures]) -> list[Point]:
 
 
 def _labels(points: list[Point], x: svg.Scale, y: svg.Scale) -> list[str]:
-    """Numbers beside their points, each at the first side where it covers nothing."""
+    """Draw each point's number on the side where it covers the fewest points and labels."""
     spots = [(x.fraction(p.tokens_per_pass) * _NOMINAL_WIDTH, _height(y, p.tokens_per_second)) for p in points]
     taken = list(spots)
     labels = []
@@ -265,7 +265,7 @@ def _height(y: svg.Scale, value: float) -> float:
 
 
 def pareto_plot(methods: Mapping[str, Figures]) -> str:
-    """Draw every method, filled if no other is as good on both axes, and the line on which drafting costs nothing."""
+    """Draw methods as points, filled if no other is as good on both axes, and the line on which drafting costs nothing."""
     points = points_of(methods)
     if not points:
         return '<p class="muted">No method reports both figures.</p>'
@@ -310,7 +310,7 @@ def _free_line(methods: Mapping[str, Figures], x: svg.Scale, y: svg.Scale) -> li
 
 
 def levels_of(parents: Sequence[int]) -> list[int]:
-    """Depth of each node; a parent stands before its children."""
+    """Return the depth of each node; parents come before their children."""
     depths = [0]
     for node in range(1, len(parents)):
         depths.append(depths[parents[node]] + 1)
@@ -318,7 +318,7 @@ def levels_of(parents: Sequence[int]) -> list[int]:
 
 
 def rows_of(parents: Sequence[int]) -> list[float]:
-    """Row of each node: leaves in order, every other node in the middle of its children."""
+    """Return the row of each node: leaves in order, every other node in the middle of its children."""
     children: list[list[int]] = [[] for _ in parents]
     for node in range(1, len(parents)):
         children[parents[node]].append(node)
