@@ -24,7 +24,7 @@ _KNOWN = {
         (4, 6, 2, 0.9, 3),
     )
 }
-"""The paper's grid has W_S from 2 to 6, t of 0.7 and 0.9, W_min from 1 to 3; these are spread over it."""
+"""Settings spread over the paper's grid: W_S from 2 to 6, t of 0.7 and 0.9, W_min from 1 to 3."""
 _FIXED = "dsbd:4,width=8,depth=2"
 _ONE_CACHE = {
     f"one cache, W_S={width}, t={threshold}": f"dsbd:{beams},width={width},depth=3,threshold={threshold},one=cache"
@@ -76,7 +76,7 @@ def _difference(results: Results, method: str, base: str) -> Estimate | None:
 
 
 def _row(name: str, results: Results, method: str) -> list[str]:
-    """Return what the texts are worth, on all prompts, and what they cost, on the timed ones."""
+    """Return a method's row: the likelihood of its texts on all prompts, and their cost on the timed ones."""
     memory = results.figure(_SPEED, method, "peak_memory_bytes")
     return [
         name,
@@ -91,7 +91,7 @@ def _row(name: str, results: Results, method: str) -> list[str]:
 
 
 def _points(results: Results, names: dict[str, str], key: str, sign: int = 1) -> list[tuple[str, float, float]]:
-    """Return label, cost and likelihood of methods that have both."""
+    """Return label, cost and likelihood of the methods for which both were measured."""
     found: list[tuple[str, float, float]] = []
     for label, method in names.items():
         x, y = results.figure(_SPEED, method, key), results.figure(_QUALITY, method, "log_likelihood_per_token")
@@ -205,9 +205,9 @@ def _orderings(results: Results) -> list[list[str]]:
 def _times(
     results: Results, claim: str, key: str, factor: float, ours: tuple[str, str], base: tuple[str, str], said: str = ""
 ) -> list[str]:
-    """Return the row of a claim that a method is so many times as fast as another, or takes as many times less energy."""
+    """Return the row of a claim that a method is `factor` times as fast as another, or takes that much less energy."""
     pair = [(name, results.figure(_SPEED, method, key)) for name, method in (ours, base)]
-    pair = pair if key == "speedup" else pair[::-1]  # of joules, beams should take more
+    pair = pair if key == "speedup" else pair[::-1]  # the larger figure is claimed first: the joules of beam sampling
     (name, more), (other, less) = pair
     scaled = None if less is None else less.scaled(factor)
     at_all = f"{'faster' if key == 'speedup' else 'less'} at all: {verdict([more, less])}"
@@ -217,7 +217,7 @@ def _times(
 
 
 def _at_equal_quality(results: Results, width: int) -> list[list[str]]:
-    """Return the rows of the main claim: the fastest dynamic widths that reach this beam sampling's likelihood."""
+    """Return the rows of the main claim, for the fastest dynamic widths that reach the likelihood of this beam sampling."""
     base, beams = _BEAMS[width], f"beam sampling of width {width}"
     claims = {
         "speedup": f"1.5 to 1.9 times as fast as {beams}, at its likelihood",

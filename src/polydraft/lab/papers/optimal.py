@@ -25,7 +25,7 @@ _SCHEMES = {
     "hybrid *": "scheme=hybrid,walk=node",
     "hybrid, block verification *": "scheme=hybrid,walk=block",
 }
-"""The paper's methods, which verify node by node, and with a star what it does not run."""
+"""The paper's methods, which verify node by node; a star marks methods that are not in the paper."""
 _TEMPERATURES = (0.1, 0.6, 1.0)
 _COUNTED_RUNS = tuple(run_name("spec_bench", temperature) for temperature in _TEMPERATURES)
 _TIMED_TEMPERATURES = (0.1, 1.0)
@@ -54,7 +54,7 @@ _DISTRIBUTION_ROWS = {
     "top + independent: `hybrid` *": ("hybrid", "acceptance"),
     "top + independent: α* *": ("hybrid", "optimum"),
 }
-"""How drafts are drawn and verified, and where the figure stands in a row of the analysis."""
+"""Rows of our Table 1: how drafts are drawn and verified, and the scheme and key of the figure in the analysis."""
 
 
 _TABLE_1 = [
@@ -101,7 +101,7 @@ _METHODS = tuple(
 
 
 def _rows(results: Results, key: str) -> list[list[str]]:
-    """Return a figure for each tree, and how it compares with RRS with replacement there."""
+    """Return a figure for each tree, and its ratio to that of RRS with replacement."""
     rows = []
     for temperature, run in zip(_TEMPERATURES, _COUNTED_RUNS, strict=True):
         for name, options in _SCHEMES.items():
@@ -172,7 +172,7 @@ def _efficiency(results: Results) -> Comparison:
 
 
 def _row(results: Results, run: str, scheme: str, temperature: float, drafts: int) -> dict[str, Any]:
-    """Return all figures of a scheme in an analysis; none where it was not measured."""
+    """Return all figures of a scheme in an analysis; empty if it was not measured."""
     for row in results.get(run, {}).get("rows", []):
         if (row["scheme"], row["drafts"]) == (scheme, drafts) and abs(row["temperature"] - temperature) < 1e-9:
             return dict(row)
@@ -193,7 +193,7 @@ def _distribution(
 def _gain(
     results: Results, run: str, one: str, other: str, key: str = "acceptance", *, temperature: float = 0.7, drafts: int = 3
 ) -> Estimate | None:
-    """Return by how much one scheme's figure exceeds another's on the same prompts, with the interval of that difference."""
+    """Return by how much one scheme's figure exceeds another's on the same prompts, with the interval of the difference."""
     rows = [_row(results, run, scheme, temperature, drafts) for scheme in (one, other)]
     parts = [np.array(row.get(f"{key}_by_prompt") or []) for row in rows]
     if min(map(len, parts)) >= LEAST_PROMPTS:
@@ -289,7 +289,7 @@ def _orderings(results: Results) -> list[list[str]]:
 
 
 def _claims_of_table_1(results: Results) -> list[list[str]]:
-    """Compare verifiers with their optima, and ways of drawing with each other, on each set."""
+    """Return claims that compare verifiers with their optima, and ways of drawing with each other, on each set."""
     none, rows = Estimate.exactly(0.0), []
     for name, run in _DISTRIBUTIONS.items():
         where = f"({name}, T=0.7, 3 drafts)"
@@ -310,13 +310,13 @@ def _claims_of_table_1(results: Results) -> list[list[str]]:
             "Greedy accepts more than any verifier of distinct drafts",
             "α* here is that of sequential drawing, theirs not",
         )
-        best = _gain(results, run, "greedy", "rrs-wor", "optimum")  # its own α*, which it reaches
+        best = _gain(results, run, "greedy", "rrs-wor", "optimum")  # Greedy reaches its own α*
         rows.append(ordering(f"{claim} {where}", ("Greedy − α*", best), ("against", none), why=why))
     return rows
 
 
 def _claims_of_figures(results: Results) -> list[list[str]]:
-    """How α and the gaps move with the temperature and the number of drafts."""
+    """Return claims on how α and the gaps change with the temperature and the number of drafts."""
     hot, many, none = _BY_TEMPERATURE, _BY_DRAFTS, Estimate.exactly(0.0)
     again = "the sweeps were made without K-SEQ; takes minutes on a GPU: `--runs {}`"
     low, high, rows = _SWEPT_TEMPERATURES[0], _SWEPT_TEMPERATURES[-1], []
@@ -340,7 +340,7 @@ def _claims_of_figures(results: Results) -> list[list[str]]:
 
 
 def _claims_of_trees(results: Results) -> list[list[str]]:
-    """Whole trees: what Greedy brings at each temperature, counted and timed."""
+    """Return claims on whole trees: what Greedy gains at each temperature, counted and timed."""
 
     def figure(run: str, tree: str, name: str, key: str) -> tuple[str, Estimate | None]:
         return name, results.figure(run, _method(tree, _SCHEMES[name]), key)
@@ -392,8 +392,8 @@ OPTIMAL = Paper(
     tables=_tables,
     orderings=_orderings,
     contest=tuple(
-        (label, run_name("speed", 1.0), _method(_TIMED_TREE, _SCHEMES[name]))
-        for label, name in (("Greedy", "Greedy"), ("hybrid, block verification *", "hybrid, block verification *"))
+        (name, run_name("speed", 1.0), _method(_TIMED_TREE, _SCHEMES[name]))
+        for name in ("Greedy", "hybrid, block verification *")
     ),
 )
 PAPERS.register("optimal")(OPTIMAL)
