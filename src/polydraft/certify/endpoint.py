@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible endpoints for greedy text; standard library only."""
+"""A client that gets greedy text from OpenAI-compatible endpoints; standard library only."""
 
 import http.client
 import json
@@ -20,7 +20,7 @@ class Endpoint:
     """The address of an endpoint, and the model to ask for."""
 
     url: str
-    """Of the server, with or without ``/v1``."""
+    """Address of the server, with or without ``/v1``."""
     model: str
     chat: bool = False
     """Ask ``/v1/chat/completions`` instead of ``/v1/completions``."""
