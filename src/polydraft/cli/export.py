@@ -27,14 +27,14 @@ def command() -> None:
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New folder for the exported head.")
 @click.option("--target", help="Target model of the head  [default: the one it was trained for].")
-@click.option("--verifier", help="Target's name or folder where the head will be used  [default: the same as --target].")
+@click.option("--verifier", help="Name or folder of the target where the head will be used  [default: the same as --target].")
 @machine_options(device={"help": "auto, cpu, cuda, cuda:1, ..."}, dtype={"help": "auto, float32, bfloat16."})
 def head(
     folder: str, form: str, out: Path, target: str | None, verifier: str | None, device: str, dtype: str, threads: int | None
 ) -> None:
-    """Export the feature head HEAD (a folder or a name), so that other engines load it and compute the same logits.
+    """Export the feature head HEAD (a folder or a name), so that other engines can load it and compute the same logits.
 
-    Notes on standard error list what the format cannot express.
+    Prints to standard error what the format cannot express.
     """
     check_folder(out, resume=False)
     if out.exists():
@@ -64,7 +64,7 @@ def head(
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `out` at the end of the block; fail early if it cannot be written."""
+    """Yield a temporary folder that becomes `out` at the end of the block; fail at once if it cannot be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(out) as partial:

@@ -32,10 +32,10 @@ _shared = with_options([
 
 @click.group("train")
 def command() -> None:
-    """Train a draft for a target, from text that the target writes itself.
+    """Train a draft for a target, from text that the target itself writes.
 
     'draft' distils a small language model. 'head' trains one layer on the target's hidden states: it learns faster and gets more
-    tokens accepted, but works with that one target only. Load either with --draft FOLDER. 'decision' trains a small model that
+    tokens accepted, but works only with that target. Load either with --draft FOLDER. 'decision' trains a small model that
     ends drafting early; load it with --decision FOLDER. 'corpus-cache' counts n-grams for drafting without a model.
     """
 
@@ -52,7 +52,7 @@ def draft(layers: int | None, width: int | None, **options: Any) -> None:
 @_shared
 @options_of(HeadSize, mlp_size={"flag": "--mlp"}, taps={"type": str, "multiple": False, "help": _TAPS})
 def head(mlp_size: int, taps: str | None, rollouts: int, tree: str, **options: Any) -> None:
-    """Train a feature head, as in EAGLE, on the target's hidden states, or fine-tune one (--start), an EAGLE-3 head too."""
+    """Train a feature head, as in EAGLE, on the target's hidden states, or fine-tune one (--start), also EAGLE-3 heads."""
     _train(HeadSize(mlp_size=mlp_size, taps=_layers(taps), rollouts=rollouts, tree=tree), options)
 
 
@@ -78,7 +78,7 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
     from polydraft.train.training import check_out, train
 
     check_out(out, resume=resume)
-    target = load_model(settings.target, device, dtype, invariant=False)  # many rows at a time: the fastest kernels
+    target = load_model(settings.target, device, dtype, invariant=False)  # large batches need the fastest kernels
     words = " ".join(["polydraft", *sys.argv[1:]])
     begun: Acceptance | None = None
     acceptance: tuple[Acceptance, ...] = ()
@@ -104,7 +104,7 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
 
 
 def _place(device: str, dtype: str, threads: int | None) -> "tuple[torch.device, torch.dtype]":
-    """Set up the machine; return the models' device and dtype."""
+    """Set the threads and silence other libraries; return the models' device and dtype."""
     from polydraft.models.placement import resolve_device, resolve_dtype
 
     prepare(threads)
@@ -113,7 +113,7 @@ def _place(device: str, dtype: str, threads: int | None) -> "tuple[torch.device,
 
 
 def _note(report: "Report") -> str:
-    """Say in a few words how training goes."""
+    """Return loss and held-out acceptance in a few words."""
     note = "" if report.loss is None else f"loss {report.loss:.3f}"
     if report.acceptance:
         note = f"{note}  held out: {report.acceptance[0]}".strip()
@@ -130,7 +130,7 @@ def _note(report: "Report") -> str:
 def decision(target: str, draft: str, out: Path, device: str, dtype: str, threads: int | None, **options: Any) -> None:
     """Train a model that decides when to stop drafting, from real rounds of the target and its draft.
 
-    Use it with --decision FOLDER; it works only with the draft it was trained for.
+    Use it with --decision FOLDER. It works only with the draft that it was trained for.
     """
     settings = DecisionSettings(**options)
     settings.check()
@@ -177,7 +177,7 @@ def corpus_cache(
 ) -> None:
     """Count what usually follows a few tokens, for drafting from n-grams (--drafter self-draft or corpus).
 
-    The corpus may be larger than memory. The cache works only with the tokenizer it was made for.
+    The corpus may be larger than memory. The cache works only with the tokenizer that it was made for.
 
     \b
     Examples:
