@@ -1,4 +1,4 @@
-"""Drafts on a tree of beams: models and feature heads."""
+"""How drafts, models and feature heads, read a tree of beams."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,40 +20,40 @@ from polydraft.trees import Block, causal_block
 
 
 class TreeReader(ABC):
-    """A draft for one request."""
+    """A draft at work on one request."""
 
     name: str
     vocabulary: PartialVocabulary | None
-    """Which tokens the columns of its logits are, if not all."""
+    """The tokens of its logits' columns; None if the columns are all tokens."""
 
     reads_features: ClassVar[bool] = False
-    """Whether it needs the target's features of the prompt, see `observe`."""
+    """Whether it needs the target's features of the prompt; if so, `observe` receives them."""
 
     def observe(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_1TF: Tensor) -> None:
-        """Receive the target's features of the prompt, except its last token, in chunks."""
+        """Receive the target's features of the prompt without its last token, in chunks."""
         raise NotImplementedError
 
     @abstractmethod
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
-        """Read the prompt; `root` is its last token, and `target` has the features of nodes that the target has passed."""
+        """Read the prompt; `root` is its last token, and `target` has the features of nodes that the target has read."""
 
     @abstractmethod
     def read(self, nodes: Sequence[Node]) -> None:
-        """Pass nodes and their missing ancestors."""
+        """Read nodes and their missing ancestors."""
 
     @abstractmethod
     def head(self, features_RF: Tensor) -> Tensor:
         """Return the logits for features."""
 
     def logits(self, nodes: Sequence[Node]) -> Tensor:
-        """Return the logits after each node; nodes that were not read are read first."""
+        """Return the logits after each node; read nodes first if needed."""
         self.read(nodes)
         return self.head(self.tree.features(nodes))
 
     @property
     @abstractmethod
     def tree(self) -> SlotTree:
-        """The nodes that it has read."""
+        """The nodes that the draft has read."""
 
     @abstractmethod
     def keep(self, leaves: Sequence[Node], below: Sequence[Node] = ()) -> None:
@@ -61,7 +61,7 @@ class TreeReader(ABC):
 
 
 class ModelReader(TreeReader):
-    """A draft model. Nodes that survive a round are not read again."""
+    """Reads with a draft model. Nodes that survive a round are not read again."""
 
     def __init__(self, model: LanguageModel, memory: BeamMemory | None = None) -> None:
         self.name, self.vocabulary, self._model = model.name, model.vocabulary, model
@@ -89,10 +89,10 @@ class ModelReader(TreeReader):
 
 
 class HeadReader(TreeReader):
-    """A feature head, which reads the target's features; see `polydraft.draft.head_source` for its entries.
+    """Reads with a feature head, which uses the target's features; see `polydraft.draft.head_source` for its entries.
 
-    A node's entry joins its token with the target's features of its parent. Inside a forest these are unknown and replaced by
-    the head's own outputs; such entries are guesses, and are read again after the target has passed their parents.
+    A node's entry joins its token with the target's features of its parent. Inside a forest these are unknown, so the head's
+    own outputs replace them. Such entries are guesses, and are read again once the target has read their parents.
     """
 
     reads_features = True
@@ -107,7 +107,7 @@ class HeadReader(TreeReader):
             self._context, memory.bank, forward=self._read, inputs=inputs, graphs=memory.graphs, sizes=memory.sizes
         )
         self._begun = False
-        """Whether something precedes the root."""
+        """Whether the prompt has tokens before the root."""
         self._root: Node | None = None
         self._target: SlotTree | None = None
         self._guesses: list[Node] = []
@@ -118,7 +118,7 @@ class HeadReader(TreeReader):
         self._observed.append(features_1TF[:, : counts[0]])
 
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
-        """Read the entries of the prompt, without its last token's."""
+        """Read the entries of the prompt, except that of its last token."""
         self._target, self._root, device = target, root, self._head.device
         if not self._observed:
             return
@@ -140,13 +140,13 @@ class HeadReader(TreeReader):
         return self._tree
 
     def read(self, nodes: Sequence[Node]) -> None:
-        """Pass the entries of nodes and of their missing ancestors."""
+        """Read the entries of nodes and of their missing ancestors."""
         self._take_back()
         for level in self._levels(nodes):
             self._tree.read(level)
 
     def _take_back(self) -> None:
-        """Forget the entry of a text's first token once the target has passed it: training has no such entry."""
+        """Forget the entry of a text's first token once the target has read it, because training has no such entry."""
         if self._root is not None and not self._begun and self._root in self._passed:
             self._tree.pretend(self._root)
 
@@ -155,7 +155,7 @@ class HeadReader(TreeReader):
         return self._head.head(features_RF)
 
     def _levels(self, nodes: Sequence[Node]) -> list[list[Node]]:
-        """Return nodes by level, since a guess needs the head's output for its parent first."""
+        """Return nodes level by level, because a guess needs the head's output for its parent."""
         levels: dict[int, dict[Node, None]] = {}
         passed, read = self._passed, self._tree.bank.rows
         for leaf in nodes:
@@ -168,7 +168,7 @@ class HeadReader(TreeReader):
 
     @property
     def _passed(self) -> Mapping[Node, int]:
-        """Nodes that the target has passed, with the rows of their features; their children's entries are no guesses."""
+        """Nodes that the target has read, with the rows of their features; entries of their children are not guesses."""
         assert self._target is not None, "begin() comes first"
         return self._target.bank.rows
 
@@ -176,12 +176,12 @@ class HeadReader(TreeReader):
         return self._context.read(tokens_1T, self._joined(known_1T[0], guessed_1T[0])[None], block)
 
     def _feature_rows(self, nodes: Sequence[Node]) -> Indices:
-        """Return the rows of the features that entries join with their tokens: in the target's bank, and in the head's own."""
+        """Return the rows of the features that entries use, in the target's bank and in the head's own."""
         passed, read = self._passed, self._tree.bank.rows
         known, guessed = [NOWHERE] * len(nodes), [NOWHERE] * len(nodes)
         for index, node in enumerate(nodes):
             if node.parent is None:
-                known[index] = BEFORE if self._begun else NOWHERE  # nothing precedes the entry of a text's only token
+                known[index] = BEFORE if self._begun else NOWHERE  # a prompt of one token has nothing before the root
             elif node.parent in passed:
                 known[index] = passed[node.parent]
             else:
@@ -190,7 +190,7 @@ class HeadReader(TreeReader):
         return np.array([known, guessed])
 
     def _joined(self, known_T: Tensor, guessed_T: Tensor) -> Tensor:
-        """Return the features `[T, H]` in rows of the two banks; zeros where there are none."""
+        """Return the features `[T, H]` in rows of the two banks, with zeros for rows that are `NOWHERE`."""
         assert self._target is not None, "begin() comes first"
         head, (own_NH, theirs_NF) = self._head, (self._tree.bank.values_NF, self._target.bank.values_NF)
         joined_TH = torch.zeros(len(known_T), head.hidden_size, dtype=head.dtype, device=head.device)
@@ -209,7 +209,7 @@ class HeadReader(TreeReader):
         return joined_TH
 
     def keep(self, leaves: Sequence[Node], below: Sequence[Node] = ()) -> None:
-        """Forget dead nodes, and all guesses, to read them again with the target's features."""
+        """Forget dead nodes, and all guesses, so that they are read again with the target's features."""
         self._take_back()
         self._tree.forget(self._guesses)
         self._guesses = []
@@ -217,5 +217,5 @@ class HeadReader(TreeReader):
 
 
 def tree_reader(draft: LanguageModel | Head, memory: BeamMemory | None = None) -> TreeReader:
-    """Return the reader for a draft, in this memory if it is given."""
+    """Return the reader for a draft; it uses the given memory, if any."""
     return HeadReader(draft, memory) if isinstance(draft, Head) else ModelReader(draft, memory)
