@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from polydraft.cli.options import machine_options, prepare
+from polydraft.cli.options import machine_options, placed
 from polydraft.cli.terminal import announce_start
 from polydraft.errors import UsageError
 from polydraft.output import cannot_write, check_folder, partial_folder
@@ -45,13 +45,11 @@ def head(
     from polydraft.models.bundled import BUNDLED, bundled_folder
     from polydraft.models.heads.head_export import export_speculators
     from polydraft.models.loading import load_draft, load_model
-    from polydraft.models.placement import resolve_device, resolve_dtype
 
-    prepare(threads)
+    place = placed(device, dtype, threads)
     with _new_folder(out) as partial:
         name = target or _trained_for(folder)
-        place = resolve_device(device)
-        loaded = load_model(name, place, resolve_dtype(dtype, place))
+        loaded = load_model(name, *place)
         draft = load_draft(folder, loaded)
         if not isinstance(draft, FeatureHead):
             raise UsageError(f"{folder} is not a feature head; give a folder made by: polydraft train head")

@@ -19,6 +19,8 @@ from polydraft.errors import UsageError, unknown_name
 from polydraft.options import LoadOptions, NgramOptions, PlaceOptions
 
 if TYPE_CHECKING:
+    import torch
+
     from polydraft.engine import Decoder
     from polydraft.sampling import SamplingParams
 
@@ -345,6 +347,15 @@ def prepare(threads: int | None) -> None:
     if not logger.handlers:
         logger.addHandler(_StderrHandler())
         logger.setLevel(logging.INFO)
+
+
+def placed(device: str, dtype: str, threads: int | None) -> "tuple[torch.device, torch.dtype]":
+    """Call `prepare`, and return the device and dtype for the models."""
+    from polydraft.models.placement import resolve_device, resolve_dtype
+
+    prepare(threads)
+    place = resolve_device(device)
+    return place, resolve_dtype(dtype, place)
 
 
 class _StderrHandler(logging.Handler):

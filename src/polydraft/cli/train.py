@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import machine_options, options_of, prepare, with_options
+from polydraft.cli.options import machine_options, options_of, placed, with_options
 from polydraft.cli.terminal import PhaseProgress, announce_start
 from polydraft.errors import UsageError
 from polydraft.options import PairOptions
@@ -15,8 +15,6 @@ from polydraft.output import check_empty
 from polydraft.train import CorpusCacheSettings, DecisionSettings, DraftSize, HeadSize, TrainSettings
 
 if TYPE_CHECKING:
-    import torch
-
     from polydraft.train.pupils import Acceptance
     from polydraft.train.training import Report
 
@@ -71,7 +69,7 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
     settings = TrainSettings(size=size, **options)
     settings.check()
     announce_start()
-    device, dtype = _place(**machine)
+    device, dtype = placed(**machine)
 
     from polydraft.models.loading import load_model
     from polydraft.train.forecast import forecast_of, needs_of
@@ -101,15 +99,6 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
         click.echo(f"held out, before and after: {begun}; {acceptance[0]}")
     click.echo(forecast_of(str(folder), target, acceptance, size.tree if isinstance(size, HeadSize) else HeadSize().tree))
     click.echo(f'use it with: polydraft generate "Why is the sky blue?" --target {settings.target} --draft {folder}')
-
-
-def _place(device: str, dtype: str, threads: int | None) -> "tuple[torch.device, torch.dtype]":
-    """Set the threads and silence other libraries; return the models' device and dtype."""
-    from polydraft.models.placement import resolve_device, resolve_dtype
-
-    prepare(threads)
-    place = resolve_device(device)
-    return place, resolve_dtype(dtype, place)
 
 
 def _note(report: "Report") -> str:
@@ -145,7 +134,7 @@ def decision(target: str, draft: str, out: Path, device: str, dtype: str, thread
     name = default_draft(target, draft)
     if name == "none":
         raise UsageError("a decision model needs a draft; pass --draft NAME, a folder, or early-exit:k")
-    place = _place(device, dtype, threads)
+    place = placed(device, dtype, threads)
     loaded = load_model(target, *place)
     model = load_draft(name, loaded)
     assert model is not None
@@ -190,7 +179,7 @@ def corpus_cache(
 
     from polydraft.train.corpus_cache import make_corpus_cache
 
-    place = _place(device, dtype, threads)
+    place = placed(device, dtype, threads)
     with PhaseProgress() as progress:
         trie = make_corpus_cache(settings, out, progress, *place)
     click.echo(

@@ -84,6 +84,11 @@ class Estimate(float):
         return Estimate(*map(math.exp, (ratio, *(bounds(ratio) or ()))))
 
 
+def difference(one: Estimate | None, other: Estimate | None) -> Estimate | None:
+    """Return `one.minus(other)`, or None if either was not measured."""
+    return None if one is None or other is None else one.minus(other)
+
+
 def bounds(value: float | None) -> tuple[float, float] | None:
     """Return the ends of a figure's interval; None if it has none."""
     if not isinstance(value, Estimate) or value.low is None or value.high is None:

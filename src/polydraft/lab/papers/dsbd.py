@@ -1,10 +1,12 @@
 """*Dynamic-Width Speculative Beam Decoding for LLM Inference*: Figures 4 and 5, Tables 1 and 2, without a judge of quality."""
 
+from typing import Any
+
 import numpy as np
 
 from polydraft.lab.charts import Chart, scatter
 from polydraft.lab.estimate import LEAST_PROMPTS, Estimate, verdict
-from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
+from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of, times
 from polydraft.tune.contest import mean_interval
 
 _MULTINOMIAL = "ar"
@@ -115,18 +117,23 @@ def _figure(results: Results, key: str, file: str, across: str, sign: int = 1) -
     return Chart(file, f"Figures 4 and 5: quality against {across}, with the Pareto front of each method", content)
 
 
+def _comparison(results: Results, methods: dict[str, str], **fields: Any) -> Comparison:
+    """Return a table with a row per method."""
+    rows = [_row(name, results, method) for name, method in methods.items()]
+    return Comparison(runs=(_QUALITY, _SPEED), columns=_COLUMNS, ours=rows, **fields)
+
+
 def _pareto(results: Results) -> Comparison:
     joules = any(results.figure(_SPEED, method, "joules_per_token") for method in _BEAMS.values())
     charts = [_figure(results, "tokens_per_second", "figure-4.svg", "tokens per second")]
     if joules:
         across = "joules per token, counted downwards"
         charts += [_figure(results, "joules_per_token", "figure-4-energy.svg", across, sign=-1)]
-    return Comparison(
+    return _comparison(
+        results,
+        _ALL,
         key="pareto",
         title="Figures 4 and 5: quality against speed and energy",
-        runs=(_QUALITY, _SPEED),
-        columns=_COLUMNS,
-        ours=[_row(name, results, method) for name, method in _ALL.items()],
         published_note="SQuAD and Spider, Llama-2-13B and others; the figures print no numbers, the text states the claim",
         published=[["at equal quality DSBD is 1.5 to 1.9 times as fast as beam sampling, with 1.8 to 2.5 times less energy"]],
         remark=_WHAT if joules else f"{_WHAT} {_NO_JOULES.capitalize()}.",
@@ -135,13 +142,11 @@ def _pareto(results: Results) -> Comparison:
 
 
 def _table_1(results: Results) -> Comparison:
-    names = {"SpecInfer": _SPECINFER, "Beam (W=5)": _BEAMS[5]} | _OF_ONE_CACHE
-    return Comparison(
+    return _comparison(
+        results,
+        {"SpecInfer": _SPECINFER, "Beam (W=5)": _BEAMS[5]} | _OF_ONE_CACHE,
         key="table-1",
         title="Table 1: against SpecInfer and beam sampling",
-        runs=(_QUALITY, _SPEED),
-        columns=_COLUMNS,
-        ours=[_row(name, results, method) for name, method in names.items()],
         published_note="MT-Bench; its quality is a judge's score, which is not measured here",
         published_columns=["model", "method", "score", "tokens/s", "J/token"],
         published=[
@@ -156,12 +161,11 @@ def _table_1(results: Results) -> Comparison:
 
 
 def _table_2(results: Results) -> Comparison:
-    return Comparison(
+    return _comparison(
+        results,
+        _REFERENCES | _OF_ONE_CACHE,
         key="table-2",
         title="Table 2: one cache only",
-        runs=(_QUALITY, _SPEED),
-        columns=_COLUMNS,
-        ours=[_row(name, results, method) for name, method in (_REFERENCES | _OF_ONE_CACHE).items()],
         published_note="Llama-2-13B; exact match on SQuAD, execution accuracy on Spider",
         published_columns=["data", "method", "EM / EA", "tokens/s", "J/token"],
         published=[
@@ -209,11 +213,10 @@ def _times(
     pair = [(name, results.figure(_SPEED, method, key)) for name, method in (ours, base)]
     pair = pair if key == "speedup" else pair[::-1]  # the larger figure is claimed first: the joules of beam sampling
     (name, more), (other, less) = pair
-    scaled = None if less is None else less.scaled(factor)
     at_all = f"{'faster' if key == 'speedup' else 'less'} at all: {verdict([more, less])}"
     why = "; ".join(filter(None, (at_all, said)))
     missing = "; ".join(filter(None, (_NO_JOULES if key != "speedup" else "", said)))
-    return ordering(claim, (name, more), (f"{factor:g} × {other}", scaled), digits=2, why=why, missing=missing)
+    return ordering(claim, (name, more), times(factor, other, less), digits=2, why=why, missing=missing)
 
 
 def _at_equal_quality(results: Results, width: int) -> list[list[str]]:

@@ -6,7 +6,7 @@ from functools import partial
 from polydraft.lab.charts import Chart, curves, grouped_columns
 from polydraft.lab.estimate import Estimate
 from polydraft.lab.papers.mcsd_pairs import CHAIN, TREE
-from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, contest, ordering, run_name, text_of
+from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, contest, ordering, run_name, text_of, times
 from polydraft.lab.theory import improvement_factor
 
 _DEPTH, _WIDTH, _FIGURE_3_WIDTH = 5, 16, 6
@@ -256,10 +256,9 @@ def _claims_of_acceptance(results: Results) -> list[list[str]]:
         counted = _TO_RUN.format(run_name(prompts, 0.0))
         rows.append(ordering(f"α at T=0: target-initialised, MCSD, SD ({name})", *three, why=lossy, missing=counted))
         for percent, draft in ((40, "larger draft, on average"), (164, "smaller draft")):
-            more = None if mcsd is None else mcsd.scaled(1 + percent / 100)
             claim = f"α at T=0 is {percent} % above MCSD's ({draft}; {name})"
             why = "no α exceeds 1, so the claim needs an MCSD below 0.38" if percent > 100 else lossy
-            pair = ("target-initialised", target), (f"{1 + percent / 100:g} × MCSD", more)
+            pair = ("target-initialised", target), times(1 + percent / 100, "MCSD", mcsd)
             rows.append(ordering(claim, *pair, why=why, missing=counted))
     for temperature in _TEMPERATURES:
         run = run_name("spec_bench", temperature)
@@ -295,8 +294,7 @@ def _claims_of_speed(results: Results) -> list[list[str]]:
     target, mcsd, *_ = (value for _, value in speeds(four))
     rows = [ordering("speed at T=0: target-initialised, MCSD, SD, plain decoding", *speeds(four), digits=2, why=eager)]
     for percent, draft in ((23, "larger draft, on average"), (75, "smaller draft")):
-        more = None if mcsd is None else mcsd.scaled(1 + percent / 100)
-        pair = ("target-initialised", target), (f"{1 + percent / 100:g} × MCSD", more)
+        pair = ("target-initialised", target), times(1 + percent / 100, "MCSD", mcsd)
         rows.append(ordering(f"speed at T=0 is {percent} % above MCSD's ({draft})", *pair, digits=2, why=eager))
     for claim, widths in (
         ("speed rises with the width up to 10 (T=0)", (10, 4, 1)),

@@ -7,7 +7,7 @@ Drafts for the bundled target are its own first layers, in several numbers. The 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from polydraft.lab.estimate import Estimate
+from polydraft.lab.estimate import Estimate, difference
 from polydraft.lab.papers.paper import Comparison, Results, Run, ordering, run_name, text_of
 
 FOLDER = "models"
@@ -123,8 +123,7 @@ def pair_claims(results: Results) -> list[list[str]]:
         return results.figure(pair.run("alpaca", 1.0), method, "acceptance_rate")
 
     def gained(pair: Pair) -> Estimate | None:
-        one, four = alpha(pair), alpha(pair, FOUR)
-        return None if one is None or four is None else four.minus(one)
+        return difference(alpha(pair, FOUR), alpha(pair))
 
     layers = [(f"{count} layers", alpha(pair)) for count, pair in zip(_LAYERS, FIRST_LAYERS, strict=True)]
     sizes = [(size.upper(), alpha(pair)) for size, pair in zip(QWEN_DRAFTS, DISTILLED, strict=True)]

@@ -240,6 +240,11 @@ def ordering(
     return [claim, found, holds, missing or why if holds == Verdict.UNKNOWN else why]
 
 
+def times(factor: float, name: str, value: Estimate | None) -> tuple[str, Estimate | None]:
+    """Return a figure multiplied by a factor, with its label, for a row of `ordering`."""
+    return f"{factor:g} × {name}", None if value is None else value.scaled(factor)
+
+
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     """Write a Markdown table."""
     return [f"| {' | '.join(columns)} |", f"|{'---|' * len(columns)}", *(f"| {' | '.join(row)} |" for row in rows)]
