@@ -141,18 +141,15 @@ class Runner:
         repeat: int,
         seed: int,
         device: torch.device,
-        batch: int = 1,
-        energy_seconds: float = 0.0,
-        energy: EnergyMeter | None = None,
-        likelihood: Callable[[list[int], list[int]], float] | None = None,
-        grade: Callable[[Prompt, list[int]], bool | None] = lambda prompt, tokens: None,
+        batch: int,
+        energy_seconds: float,
+        likelihood: Callable[[list[int], list[int]], float] | None,
+        grade: Callable[[Prompt, list[int]], bool | None],
     ) -> None:
         self.methods, self.prompts, self.repeat, self.seed = list(methods), list(prompts), repeat, seed
-        self._batch = batch
-        self._device = device
+        self._device, self._batch, self._energy_seconds = device, batch, energy_seconds
         self._likelihood, self._grade = likelihood, grade
-        self._memory = MemoryMeter(device)
-        self._energy, self._energy_seconds = energy, energy_seconds
+        self._memory, self._energy = MemoryMeter(device), EnergyMeter(device)
         self._warm: set[str] = set()
         """Methods that are warmed up."""
         self._failed: set[str] = set()
@@ -189,8 +186,7 @@ class Runner:
 
     def _measure_energy(self, journal: Journal) -> None:
         """Read the energy of every method over blocks of some seconds; methods take turns."""
-        meter = self._energy
-        if meter is None or not self._energy_seconds or meter.joules() is None:
+        if not self._energy_seconds or self._energy.joules() is None:
             return
         done = {(one.method, one.block) for one in journal.blocks()}
         for block, method in itertools.product(range(_BLOCKS), self.methods):
@@ -198,15 +194,15 @@ class Runner:
                 continue
             self._warm_up(method, self.prompts[0][1])
             try:
-                journal.add(self._energy_block(method, block, meter))
+                journal.add(self._energy_block(method, block))
             except PolydraftError:
                 raise
             except Exception:  # a peer failed; its texts' measurements stand
                 self._failed.add(method.name)
 
-    def _energy_block(self, method: Method, block: int, meter: EnergyMeter) -> EnergyBlock:
+    def _energy_block(self, method: Method, block: int) -> EnergyBlock:
         """Decode all prompts over and over until enough time has passed."""
-        before, start, tokens = meter.joules(), synchronised_clock(self._device), 0
+        before, start, tokens = self._energy.joules(), synchronised_clock(self._device), 0
         for number in itertools.count():
             _, token_ids = self.prompts[number % len(self.prompts)]
             tokens += sum(1 for _ in method.generate(token_ids, self.seed + block))
@@ -214,7 +210,7 @@ class Runner:
             # Only stop after the last prompt, so that every method and block decodes the same ones.
             if seconds >= self._energy_seconds and (number + 1) % len(self.prompts) == 0:
                 break
-        after = meter.joules()
+        after = self._energy.joules()
         assert before is not None and after is not None, "the caller has read this counter"
         return EnergyBlock(method=method.name, block=block, tokens=tokens, seconds=seconds, joules=after - before)
 

@@ -20,7 +20,7 @@ from polydraft.engine import Decoder
 from polydraft.lab.bench import BASELINE, SCHEMA
 from polydraft.lab.bench._results import summarise, write_results
 from polydraft.lab.bench._runner import EnergyBlock, Journal, Measurement, Runner
-from polydraft.lab.bench.meters import EnergyMeter, git_revision, machine
+from polydraft.lab.bench.meters import git_revision, machine
 from polydraft.lab.bench.method import Bench, build_methods
 from polydraft.lab.bench.options import BenchOptions
 from polydraft.lab.bench.shards import Shard
@@ -92,7 +92,6 @@ class BenchSession:
             device=device,
             batch=options.batch,
             energy_seconds=options.energy_seconds,
-            energy=EnergyMeter(device),
             likelihood=self._likelihood if options.log_likelihood else None,
             grade=self._grade,
         )

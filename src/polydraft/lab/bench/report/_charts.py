@@ -144,13 +144,14 @@ def _x(index: int, count: int) -> float:
     return _LEFT + (_RIGHT - _LEFT) * (index + 0.5) / count
 
 
-def _frame(top: float, columns: int, first: int, below: str) -> list[str]:
+def _frame(top: float, columns: int, below: str) -> list[str]:
+    """Draw the grid in per cent up to `top`, and the numbers of the columns from 1."""
     shapes = []
     for tick in svg.Scale(0, top).ticks(4):
         y = _y(tick / top)
         shapes += [svg.line(_LEFT, y, _RIGHT, y, "grid"), svg.text(_LEFT - 6, y + 4, f"{100 * tick:.0f} %", "end")]
     every = 1 + (columns - 1) // 12
-    shapes += [svg.text(_x(i, columns), _BOTTOM + 15, str(first + i)) for i in range(0, columns, every)]
+    shapes += [svg.text(_x(i, columns), _BOTTOM + 15, str(1 + i)) for i in range(0, columns, every)]
     return [*shapes, svg.text((_LEFT + _RIGHT) / 2, _BOTTOM + 30, below, kind="axis-name")]
 
 
@@ -167,7 +168,7 @@ def acceptance_panels(methods: Mapping[str, Figures]) -> str:
     columns = max([1, *map(len, curves.values())])
     panels = []
     for name, curve in curves.items():
-        shapes = _frame(1.0, columns, 1, "depth in the draft")
+        shapes = _frame(1.0, columns, "depth in the draft")
         for other, points in curves.items():
             if other != name:
                 shapes += _curve(points, columns, "behind")
@@ -198,7 +199,7 @@ def length_panels(methods: Mapping[str, Figures]) -> str:
     top = max([0.1, *(max(shares) for shares in found.values())]) * 1.08
     panels = []
     for name, shares in found.items():
-        shapes = _frame(top, columns, 1, "tokens per pass")
+        shapes = _frame(top, columns, "tokens per pass")
         width = 0.72 * (_RIGHT - _LEFT) / columns
         for i, share in enumerate(shares):
             if share > 0:
