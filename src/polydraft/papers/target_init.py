@@ -58,7 +58,7 @@ class TargetInit(Drafter):
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
         """Return the session for a batch."""
         if params.mixed:
-            raise UsageError("--lossy target-init cannot mix rows of temperature 0 with others; decode them apart")
+            raise UsageError("--lossy target-init cannot mix rows of temperature 0 with others; decode them separately")
         source = TreeDrafter(self.model, self.topology, "rrs-wor").source(len(params))
         builder = TargetInitBuilder(source, self.topology, params, target.vocab_size, self.decision)
         return DraftSession(self.name, drawn=builder)

@@ -96,7 +96,7 @@ class DistributionStore:
             logger.info("%s cannot be read (%s): collecting its distributions again", file, first_line(error))
             return None
         if header != _header(origin, target_RV, draft_RV, prompt_R):
-            logger.info("%s does not hold what it should: collecting its distributions again", file)
+            logger.info("%s does not match its header: collecting its distributions again", file)
             return None
         return Distributions(target_RV, draft_RV, prompt_R)
 
