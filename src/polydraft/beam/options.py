@@ -147,8 +147,8 @@ class BeamOptions:
                 raise UsageError(f"{name}={value} is out of range; allowed: whole numbers from 1 to {most}")
         if self.num_return_sequences > self.beams:
             raise UsageError(
-                f"num_return_sequences={self.num_return_sequences} is more than the {self.beams} beams; use more beams, or return "
-                "fewer texts"
+                f"num_return_sequences={self.num_return_sequences} is more than the {self.beams} beams; use more beams, or "
+                "return fewer texts"
             )
         if self.draft_width is not None and self.draft_width <= self.beams:
             raise UsageError(
