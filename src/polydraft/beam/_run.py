@@ -163,13 +163,13 @@ class BeamRun(ABC):
         with self.stats.clock("prefill"), work.at_work():
             memory = work.target_memory
             memory.context.prefill([prompt[:-1]], reader.observe if reader is not None and reader.reads_features else None)
-            keeps = self.options.twins or (reader is not None and not self.options.model_only)
+            alone = self.options.model_only
+            keeps = self.options.twins or (reader is not None and not alone)
             self.target = TargetPredictions(request.target, memory, own, packs=work.packs, keeps=keeps)
             self.draft: DraftPredictions | None = None
             if reader is not None:
                 reader.begin(prompt, root, self.target.tree)
                 drafted = request.distribution(reader, self._best(of_draft=True))
-                alone = self.options.model_only
                 self.draft = DraftPredictions(self.target, prompt, reader, drafted, packs=work.packs, model_only=alone)
             elif self.options.twins:
                 self.draft = DraftPredictions(self.target, prompt)

@@ -132,8 +132,7 @@ class BeamDecoder:
             ),
             generator,
         )
-        settings = {"seed": seed, "max_new_tokens": limit, "draft": run.draft_name}
-        settings |= {name: getattr(beam, name) for name in names}
+        settings = {"seed": seed, "max_new_tokens": limit, "draft": run.draft_name, **vars(beam)}
         return BeamStream(run, self.decoder.tokenizer, assembler.fork(), settings, request.cancel)
 
     def _run(self, request: BeamRequest, generator: torch.Generator) -> BeamRun:

@@ -96,8 +96,7 @@ class Task:
         """Decode with beams."""
         from polydraft.cli.terminal import play
 
-        fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
-        stream = beams.stream(self.text, chat=not self.raw, **self.choices.request(self.params), **fields)
+        stream = beams.stream(self.text, chat=not self.raw, **self.choices.request(self.params), **vars(options))
         play(stream, printer)
         return stream.result()
 

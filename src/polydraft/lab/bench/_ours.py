@@ -34,8 +34,7 @@ _BEAM_NUMBERS = {"draft_width": int, "draft_depth": int, "width_threshold": floa
 @METHODS.register("ar")
 def plain(spec: MethodSpec, bench: Bench) -> Method:
     """Plain autoregressive decoding on our engine, the baseline; ``,graphs=no`` turns CUDA graphs off."""
-    if spec.argument:
-        raise UsageError(f"method {spec.text!r} takes no argument; write {spec.name}")
+    spec.refuse_argument()
     given = spec.read([option for option in method_options(grams=False) if option.name == "graphs"])
     return _decoded(spec, bench, LoadOptions(tree="none", **given))
 
@@ -94,8 +93,8 @@ def _options(spec: MethodSpec, bench: Bench, *others: str, skip: tuple[str, ...]
 
 def _ngrams(spec: MethodSpec, bench: Bench) -> Method:
     """Draft from n-grams alone: ``self-draft:6x6,nodes=32``, ``lookup``, ``corpus+suffix``."""
-    if spec.argument and spec.name != "self-draft":
-        raise UsageError(f"method {spec.text!r} takes no argument; write {spec.name},nodes=20")
+    if spec.name != "self-draft":
+        spec.refuse_argument(f"{spec.name},nodes=20")
     if spec.argument:
         branches, separator, length = spec.argument.partition("x")
         if not separator:

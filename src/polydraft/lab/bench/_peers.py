@@ -157,8 +157,7 @@ def llama_cpp(spec: MethodSpec, bench: Bench) -> Method:
     ``llama.cpp,lib=PATH`` or the environment variable `POLYDRAFT_LLAMA_CPP` names a build; the default is llama-cpp-python's.
     """
     place = spec.take("lib").get("lib") or os.environ.get(VARIABLE, "")
-    if spec.argument:
-        raise UsageError(f"method {spec.text!r} takes no argument; write {spec.name} or {spec.name},lib=PATH")
+    spec.refuse_argument(f"{spec.name} or {spec.name},lib=PATH")
     weights = _gguf(spec, bench)
     if place:
         with spec.named_in_errors():

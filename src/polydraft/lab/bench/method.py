@@ -123,8 +123,12 @@ class MethodSpec:
     def take_nothing(self) -> None:
         """Refuse any argument and any options."""
         self.take()
+        self.refuse_argument()
+
+    def refuse_argument(self, instead: str = "") -> None:
+        """Refuse an argument; `instead` says what to write, by default the name."""
         if self.argument:
-            raise UsageError(f"method {self.text!r} takes no argument; write {self.name}")
+            raise UsageError(f"method {self.text!r} takes no argument; write {instead or self.name}")
 
     def count(self, *, default: int) -> int:
         """Return the argument as a positive whole number, or the default if there is none."""

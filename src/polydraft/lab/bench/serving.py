@@ -189,15 +189,8 @@ def run_load(options: ServingLoad, prompts: Sequence[Asked], done: Callable[[str
 def _measured(
     options: ServingLoad, client: Client, prompts: Sequence[Asked], arm: str, done: Callable[[str, int], None]
 ) -> dict[str, Any]:
+    """Send all requests of an arm, and summarise them once all are answered."""
     client.ask(prompts[0], arm)  # warms the arm up; not counted
-    start = time.perf_counter()
-    samples = _run_arm(options, client, prompts, arm, done)
-    return {"arm": arm, **summary(options, samples, time.perf_counter() - start)}
-
-
-def _run_arm(
-    options: ServingLoad, client: Client, prompts: Sequence[Asked], arm: str, done: Callable[[str, int], None]
-) -> list[Sample]:
     samples: list[Sample] = []
     chance, room = random.Random(options.seed), threading.Semaphore(options.concurrency or 1)
 
@@ -207,7 +200,7 @@ def _run_arm(
         room.release()
 
     threads = []
-    due = time.perf_counter()
+    due = start = time.perf_counter()
     for number in range(options.requests):
         if options.rate is None:
             room.acquire()
@@ -218,7 +211,7 @@ def _run_arm(
         threads[-1].start()
     for thread in threads:
         thread.join()
-    return samples
+    return {"arm": arm, **summary(options, samples, time.perf_counter() - start)}
 
 
 def summary(options: ServingLoad, samples: Sequence[Sample], seconds: float) -> dict[str, Any]:

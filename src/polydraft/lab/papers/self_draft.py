@@ -192,15 +192,16 @@ def _figure_7(cells: dict[int, list[Estimate | None]]) -> Chart:
     return Chart("figure-7.svg", "Figure 7: DE by number and length of branches", content)
 
 
+def _by_benchmark(results: Results, methods: dict[str, str]) -> dict[str, list[Estimate | None]]:
+    """Return tokens per pass at T=0 of several methods, by benchmark."""
+    return {
+        name: [_efficiency(results, prompts, categories, 0.0, method) for method in methods.values()]
+        for name, (prompts, categories) in _SETS.items()
+    }
+
+
 def _ablation(results: Results) -> Comparison:
-    cells = {
-        name: [_efficiency(results, prompts, categories, 0.0, method) for method in _ABLATION.values()]
-        for name, (prompts, categories) in _SETS.items()
-    }
-    printed = {
-        name: [_efficiency(results, prompts, categories, 0.0, method) for method in _AS_PRINTED.values()]
-        for name, (prompts, categories) in _SETS.items()
-    }
+    cells, printed = _by_benchmark(results, _ABLATION), _by_benchmark(results, _AS_PRINTED)
     overall = [
         results.text("spec_bench-t0", method, "tokens_per_pass") for method in (*_AS_PRINTED.values(), *_ABLATION.values())
     ]
