@@ -85,7 +85,6 @@ class SlotTree:
         self._used = 0
         self._base = 0
         """Depth of the first node that is not committed text."""
-        self.passes = 0
         self.passed_tokens = 0
         self.replayed_passes = 0
 
@@ -123,7 +122,6 @@ class SlotTree:
         outcome, replayed = self._extend(nodes) if size is None else self._replay(nodes, size, places)
         self._latest = list(nodes)
         self._arriving = None if self.reading is None else Arriving.send(outcome)
-        self.passes += 1
         self.passed_tokens += len(nodes)
         self.replayed_passes += replayed
 
