@@ -31,7 +31,7 @@ typedef struct {
     int8_t *outputs;
 } Batch;
 typedef struct { bool quiet; } ChainParams;
-typedef struct { int32_t tokens[4096], length, threads, batch_threads; uint32_t n_ctx; } Context;
+typedef struct { int32_t tokens[4096], length, first, size, threads, batch_threads; uint32_t n_ctx; int8_t output[4096]; } Context;
 
 static int open_models, open_contexts, open_samplers;
 int stub_open(void) { return 100 * open_models + 10 * open_contexts + open_samplers; }
@@ -68,13 +68,32 @@ void llama_set_n_threads(Context *context, int32_t one, int32_t many) { context-
 int32_t llama_n_threads(Context *context) { return context->threads; }
 Context *llama_get_memory(Context *context) { return context; }
 void llama_memory_clear(Context *context, bool data) { context->length = 0; }
+bool llama_memory_seq_rm(Context *context, int32_t sequence, int32_t from, int32_t to) {
+    context->length = from;
+    return true;
+}
 Batch llama_batch_get_one(int32_t *tokens, int32_t count) { return (Batch){.count = count, .tokens = tokens}; }
+Batch llama_batch_init(int32_t count, int32_t embeddings, int32_t sequences) {
+    return (Batch){.tokens = malloc(4), .positions = malloc(4), .num_sequences = malloc(4), .sequences = malloc(8),
+                   .outputs = malloc(1)};
+}
+void llama_batch_free(Batch batch) {
+    free(batch.tokens), free(batch.positions), free(batch.num_sequences), free(batch.sequences), free(batch.outputs);
+}
 int32_t llama_decode(Context *context, Batch batch) {
     if (batch.count > 16 || context->length + batch.count > (int32_t)context->n_ctx) return 1;
-    for (int i = 0; i < batch.count; i++) context->tokens[context->length++] = batch.tokens[i];
+    context->first = context->length, context->size = batch.count;
+    for (int i = 0; i < batch.count; i++) {
+        context->tokens[context->length++] = batch.tokens[i];
+        context->output[i] = batch.outputs ? batch.outputs[i] : i + 1 == batch.count;
+    }
     return 0;
 }
 void llama_synchronize(Context *context) {}
+float *llama_get_logits_ith(Context *context, int32_t i) {
+    static float logits;
+    return context->output[i < 0 ? context->size + i : i] ? &logits : NULL;
+}
 ChainParams llama_sampler_chain_default_params(void) { return (ChainParams){true}; }
 int64_t *llama_sampler_chain_init(ChainParams params) {
     open_samplers++;

@@ -64,6 +64,11 @@ def test_structures_of_any_size(built, extra):
     assert taken(engine.generate([3], drawn, 2**32 + 1), 4) == expected([3], 4, 5 + 7 + 51 + 2), (
         "the highest seed would draw one"
     )
+    engine.reset()
+    engine.read([1, 2, 3])
+    for count in (1, 16):
+        engine.read([9] * count, every_output=True)
+        engine.cut(3)
     library = ctypes.CDLL(str(file))
     gc.collect()
     assert library.stub_open() == 110
@@ -77,7 +82,9 @@ def test_what_does_not_fit_is_refused(built):
     with pytest.raises(UsageError, match="unknown parameter layout"):
         LlamaCpp(built("SEED_FIRST"), WEIGHTS, capacity=2000, threads=1)
     engine = LlamaCpp(built("OTHER_BATCH"), WEIGHTS, capacity=300, threads=1)
-    assert taken(engine.generate([4, 5], GREEDY, 0), 5) == expected([4, 5], 5), "the layout of batches does not matter"
+    assert taken(engine.generate([4, 5], GREEDY, 0), 5) == expected([4, 5], 5), "what is not looked into may change"
+    with pytest.raises(UsageError, match="has an unknown batch layout"):
+        engine.read([1, 2], every_output=True)
 
 
 @needs_compiler
@@ -175,3 +182,4 @@ def test_the_wheel():
     prompt = tokenizer("The capital of France is")["input_ids"]
     texts = [taken(engine.generate(prompt, GREEDY, seed), 6) for seed in range(2)]
     assert texts[0] == texts[1] and "Paris" in tokenizer.decode(texts[0])
+    engine.read(prompt[:4], every_output=True)

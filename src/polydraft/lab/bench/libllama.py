@@ -36,6 +36,16 @@ class _Block(ctypes.Structure):
     _fields_ = (("words", c_uint64 * 128),)
 
 
+class _Batch(ctypes.Structure):
+    """Tokens of one pass, in the layout used since 2024; `_ask_for_all` checks it before relying on it."""
+
+    _fields_ = (
+        ("count", c_int32), ("tokens", c_void_p), ("embeddings", c_void_p), ("positions", c_void_p),
+        ("num_sequences", c_void_p), ("sequences", c_void_p), ("outputs", c_void_p), ("rest", c_uint64 * 121),
+    )  # fmt: skip
+
+
+assert ctypes.sizeof(_Block) == ctypes.sizeof(_Batch)
 _LOG = ctypes.CFUNCTYPE(None, c_int32, c_char_p, c_void_p)
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_backend_init": (None, ()),
@@ -54,9 +64,13 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_n_threads": (c_int32, (c_void_p,)),
     "llama_get_memory": (c_void_p, (c_void_p,)),
     "llama_memory_clear": (None, (c_void_p, c_bool)),
-    "llama_batch_get_one": (_Block, (c_void_p, c_int32)),
-    "llama_decode": (c_int32, (c_void_p, _Block)),
+    "llama_memory_seq_rm": (c_bool, (c_void_p, c_int32, c_int32, c_int32)),
+    "llama_batch_get_one": (_Batch, (c_void_p, c_int32)),
+    "llama_batch_init": (_Batch, (c_int32, c_int32, c_int32)),
+    "llama_batch_free": (None, (_Batch,)),
+    "llama_decode": (c_int32, (c_void_p, _Batch)),
     "llama_synchronize": (None, (c_void_p,)),
+    "llama_get_logits_ith": (c_void_p, (c_void_p, c_int32)),
     "llama_sampler_chain_default_params": (c_uint64, ()),  # a structure of one byte
     "llama_sampler_chain_init": (c_void_p, (c_uint64,)),
     "llama_sampler_chain_add": (None, (c_void_p, c_void_p)),
@@ -142,19 +156,32 @@ class LlamaCpp:
         self.instructions = library.llama_print_system_info().decode(errors="replace").strip(" |\n")
         """What llama.cpp says it was compiled for."""
 
-    def read(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the text: pass them through the model and compute the logits after the last one."""
+    def reset(self) -> None:
+        """Forget the text."""
+        self._library.llama_memory_clear(self._memory, False)
+
+    def cut(self, length: int) -> None:
+        """Forget everything after the first `length` tokens."""
+        assert self._library.llama_memory_seq_rm(self._memory, 0, length, -1)
+
+    def read(self, tokens: Sequence[int], *, every_output: bool = False) -> None:
+        """Append tokens to the text and compute the logits after the last one, or after each, in one pass."""
+        assert not every_output or len(tokens) <= self._most
         for start in range(0, len(tokens), self._most):
             part = tokens[start : start + self._most]
             held = (c_int32 * len(part))(*part)  # must outlive the call of llama_decode
             batch = self._library.llama_batch_get_one(held, len(part))
+            flags = (ctypes.c_int8 * len(part))(*[1] * len(part))
+            if every_output:
+                self._ask_for_all(batch, flags)
             if code := self._library.llama_decode(self._context, batch):
                 raise FailureError(f"llama.cpp's decoding of {len(part)} tokens failed with code {code}; use shorter prompts")
         self._library.llama_synchronize(self._context)
+        assert not every_output or all(self._library.llama_get_logits_ith(self._context, i) for i in range(len(tokens)))
 
     def generate(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Iterator[int]:
         """Yield the tokens of a new text endlessly, one per pass."""
-        self._library.llama_memory_clear(self._memory, False)
+        self.reset()
         sampler = self._sampler(params, seed)
         try:
             tokens = prompt
@@ -179,3 +206,13 @@ class LlamaCpp:
         for step in steps:
             library.llama_sampler_chain_add(chain, step)  # takes ownership of the step
         return chain
+
+    def _ask_for_all(self, batch: _Batch, flags: Any) -> None:
+        """Let a pass compute the logits of all its tokens."""
+        probe = self._library.llama_batch_init(1, 0, 1)  # allocates everything but embeddings
+        room = (probe.tokens, probe.positions, probe.num_sequences, probe.sequences, probe.outputs)
+        fits = all(room) and not probe.embeddings and batch.count == len(flags)
+        self._library.llama_batch_free(probe)
+        if not fits:
+            raise UsageError("this llama.cpp has an unknown batch layout; use an earlier one")
+        batch.outputs = ctypes.addressof(flags)
