@@ -1,6 +1,6 @@
 """llama.cpp as a shared library, called through its C functions: your own build, or the one in the wheel `xllamacpp`.
 
-llama.cpp's structures change from version to version, so we do not rely on their layout. We get them from llama.cpp's own
+llama.cpp's parameter structures change from version to version, so we do not rely on their layout. We get them from its own
 functions and pass them back, as blocks of bytes larger than any of them. That works because a structure of more than two words
 is returned through a pointer, and passed through one (AAPCS64 on Arm) or after all other arguments (System V on x86-64): the
 callee takes as many bytes as it needs. We write a single number into them, the size of the context, and then ask the context
