@@ -19,7 +19,7 @@ from polydraft.errors import FailureError
 from polydraft.models import Head, LanguageModel
 from polydraft.sampling import SamplingParams
 
-_NEWS = 0.2
+_LAST_WEIGHT = 0.2
 """Weight of the last round in the running mean of accepted layers."""
 
 Choose = Callable[[Continuations, list[Beam]], list[int]]
@@ -263,7 +263,7 @@ class BeamRun(ABC):
         if layers:
             # If the whole forest was accepted, more layers might have been.
             found = steps - 1 + (steps > len(layers))
-            self._reach += _NEWS * (found - self._reach)
+            self._reach += _LAST_WEIGHT * (found - self._reach)
         stats.count(steps - 1, min(steps, len(layers)))
         stats.rounds += 1
         stats.replayed_rounds += launched.replayed

@@ -25,7 +25,7 @@ _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB13311
 """Constants of the SplitMix64 generator [1]."""
 _FEW_TOTALS = 1024
 """Up to this many totals, sorting all is as fast as selecting the largest first."""
-_LOOKS = 4
+_EXAMINED = 4
 """Continuations to examine for each wanted one, if stop strings may end some of them."""
 
 
@@ -83,8 +83,8 @@ class SearchRun(BeamRun):
         def child(entry: int) -> Node:
             return parents[int(continuations.rows_X[entry])].node.child(int(continuations.tokens_X[entry]))
 
-        looked_at = (int(entries_X[entry]) for entry in largest(totals_X[entries_X], _LOOKS * count))
-        return list(islice((entry for entry in looked_at if not self.ends.stops.found(child(entry))), count))
+        examined = (int(entries_X[entry]) for entry in largest(totals_X[entries_X], _EXAMINED * count))
+        return list(islice((entry for entry in examined if not self.ends.stops.found(child(entry))), count))
 
     @property
     def _kept(self) -> int:

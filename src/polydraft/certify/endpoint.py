@@ -78,8 +78,8 @@ class Endpoint:
             with urllib.request.urlopen(request, timeout=self.timeout) as response:
                 content = response.read()
         except urllib.error.HTTPError as error:
-            said = " ".join(error.read(_SHOWN).decode("utf-8", "replace").split()) or error.reason
-            raise FailureError(f"{self.address} answered HTTP {error.code} ({said}); check --url and --model") from None
+            message = " ".join(error.read(_SHOWN).decode("utf-8", "replace").split()) or error.reason
+            raise FailureError(f"{self.address} answered HTTP {error.code} ({message}); check --url and --model") from None
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError, as are timeouts
             reason = getattr(error, "reason", None) or error or type(error).__name__
             raise FailureError(f"cannot reach {self.address} ({reason}); check that the server is running, and --url") from None

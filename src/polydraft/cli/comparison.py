@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 HUGGING_FACE = "Hugging Face generate"
 _WARM_UP = 8
 """Tokens on a CPU; on a GPU we warm up with the whole text, because its rounds are captured then."""
-_FEW = 0.5
+_FEW_DRAFTED = 0.5
 """With a smaller share of rounds that have drafts, the mean round says little about the cost of drafting."""
 
 
@@ -177,7 +177,7 @@ def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
 
 def rested(stats: Stats) -> bool:
     """Whether most rounds had no drafts."""
-    return _offered(stats) < _FEW * stats.rounds
+    return _offered(stats) < _FEW_DRAFTED * stats.rounds
 
 
 def _offered(stats: Stats) -> int:

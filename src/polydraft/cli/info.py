@@ -53,7 +53,7 @@ def command(target: str | None, device: str, dtype: str, threads: int | None, as
                 click.echo(f"  {name:<16} {value}".rstrip())
     else:
         width = min(max(shutil.get_terminal_size((_WIDEST, 0)).columns, 60), _WIDEST)
-        click.echo("\n".join(_told(facts, width)))
+        click.echo("\n".join(_lines(facts, width)))
 
 
 def _target_facts(options: LoadOptions) -> dict[str, Any]:
@@ -168,7 +168,7 @@ def _ways(model: "Outline", choice: "Choice | None", fits: bool | None, layers: 
         yield {**row, "not here": obstacles.get(way)}
 
 
-def _told(facts: dict[str, Any], width: int) -> Iterator[str]:
+def _lines(facts: dict[str, Any], width: int) -> Iterator[str]:
     """Yield the lines of the readable form."""
 
     def row(name: str, words: str, size: int = 9) -> str:

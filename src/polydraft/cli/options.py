@@ -99,7 +99,7 @@ class _Settings(GroupedOption):
         """Print the help of all settings, and exit."""
         formatter = ctx.make_formatter()
         with formatter.section("Settings, as --set NAME=VALUE"):
-            formatter.write_dl([(_entry(field), _said(field)) for field in self._fields.values()])
+            formatter.write_dl([(_entry(field), _described(field)) for field in self._fields.values()])
         click.echo(formatter.getvalue().rstrip())
         ctx.exit()
 
@@ -110,7 +110,7 @@ def _entry(field: Option) -> str:
     return f"{field.short}={kinds.get(field.kind, 'TEXT')}"
 
 
-def _said(field: Option) -> str:
+def _described(field: Option) -> str:
     """Return a field's help, with its default if it has one."""
     if field.default is None or field.default is False:
         return field.help

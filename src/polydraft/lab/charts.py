@@ -163,7 +163,7 @@ def curves(series: Series, columns: Sequence[str], *, across: str, up: str, base
             shapes += plane.bar(*one, f"error-{number}")
         shapes += [svg.line(*one, *other, f"curve-{number}") for one, other in pairwise(places) if one and other]
         shapes += [svg.circle(*place, 4, f"dot-{number}") for place in places if place]
-    return plane.file(shapes, _spoken(series, columns, up))
+    return plane.file(shapes, _alt_text(series, columns, up))
 
 
 def grouped_columns(series: Series, groups: Mapping[str, Sequence[str]], *, base: float, across: str, up: str) -> str:
@@ -202,7 +202,7 @@ def grouped_columns(series: Series, groups: Mapping[str, Sequence[str]], *, base
         start += len(group)
         if start < len(names):
             shapes.append(svg.line(plane.x(start - 0.5), plane.top, plane.x(start - 0.5), below + 4, "grid"))
-    return plane.file(shapes, _spoken(series, names, up))
+    return plane.file(shapes, _alt_text(series, names, up))
 
 
 def scatter(groups: Mapping[str, Sequence[tuple[str, float, float]]], *, across: str, up: str) -> str:
@@ -229,8 +229,8 @@ def scatter(groups: Mapping[str, Sequence[tuple[str, float, float]]], *, across:
             if ends := bounds(x):
                 shapes.append(svg.line(plane.x(ends[0]), top, plane.x(ends[1]), top, f"error-{number}"))
             shapes += [svg.circle(left, top, 4.5, f"dot-{number}"), *_label(plane, name, left, top, taken)]
-    told = [f"{name}: {abs(x) if falls else x:.2f}, {y:.2f}" for name, x, y in points]
-    return plane.file(shapes, f"{up} against {across}. {'; '.join(told)}")
+    texts = [f"{name}: {abs(x) if falls else x:.2f}, {y:.2f}" for name, x, y in points]
+    return plane.file(shapes, f"{up} against {across}. {'; '.join(texts)}")
 
 
 def _label(plane: _Plane, name: str, x: float, y: float, taken: list[Box]) -> list[str]:
@@ -287,8 +287,8 @@ def line_chart(curves: Sequence[Curve], *, across: str, up: str) -> str:
             shapes += _strokes(plane, curve, look, f"thin {colour}")
             legend += [svg.line(left, y, left + 34, y, look), svg.text(left + 42, y + 4, curve.name, "start", "name")]
             y += _ROW
-    told = [f"{curve.name}: " + ", ".join(f"{point.x:g} {point.y:.3f}" for point in curve.points) for curve in curves]
-    return plane.file([*shapes, *legend], f"{up} against {across}. {'; '.join(told)}")
+    texts = [f"{curve.name}: " + ", ".join(f"{point.x:g} {point.y:.3f}" for point in curve.points) for curve in curves]
+    return plane.file([*shapes, *legend], f"{up} against {across}. {'; '.join(texts)}")
 
 
 def _strokes(plane: _Plane, curve: Curve, look: str, error: str) -> list[str]:
@@ -349,11 +349,11 @@ def _attributes(classes: str) -> str:
     return "".join(f' {key}="{value}"' for key, value in look.items())
 
 
-def _spoken(series: Series, names: Sequence[str], up: str) -> str:
+def _alt_text(series: Series, names: Sequence[str], up: str) -> str:
     """Return all figures as text, for screen readers."""
-    told = [
+    texts = [
         f"{name}: "
         + ", ".join(f"{column} {value:.2f}" for column, value in zip(names, values, strict=True) if value is not None)
         for name, values in series.items()
     ]
-    return f"{up}. {'; '.join(told)}"
+    return f"{up}. {'; '.join(texts)}"

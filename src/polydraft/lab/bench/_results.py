@@ -187,22 +187,22 @@ def _speed(prompts: dict[str, _Prompt], baseline: dict[str, _Prompt]) -> dict[st
 def _acceptance(good: list[Measurement]) -> dict[str, Any]:
     """Return tokens per pass and acceptance rates; `accepted_share` is relative to the longest drafted paths."""
     passes = [(one.prompt, len(one.token_ids), max(one.passes) + 1) for one in good if one.passes]
-    told = [(one.prompt, one.stats) for one in good if one.stats]
+    known = [(one.prompt, one.stats) for one in good if one.stats]
     return {
         **_ratio("tokens_per_pass", passes),
-        **_ratio("acceptance_rate", ((prompt, sum(one["accepts"]), sum(one["offers"])) for prompt, one in told)),
-        **_ratio("accepted_per_pass", ((prompt, one.get("accepted_tokens"), one["rounds"]) for prompt, one in told)),
-        **_ratio("accepted_share", ((prompt, one.get("accepted_tokens"), one.get("path_tokens", 0)) for prompt, one in told)),
+        **_ratio("acceptance_rate", ((prompt, sum(one["accepts"]), sum(one["offers"])) for prompt, one in known)),
+        **_ratio("accepted_per_pass", ((prompt, one.get("accepted_tokens"), one["rounds"]) for prompt, one in known)),
+        **_ratio("accepted_share", ((prompt, one.get("accepted_tokens"), one.get("path_tokens", 0)) for prompt, one in known)),
     }
 
 
 def _by_depth(good: list[Measurement]) -> dict[str, Any]:
     """Return α at each depth."""
-    name, told = "acceptance_by_depth", [(one.prompt, one.stats) for one in good if one.stats]
-    depths = max((len(one["offers"]) for _, one in told), default=0)
+    name, known = "acceptance_by_depth", [(one.prompt, one.stats) for one in good if one.stats]
+    depths = max((len(one["offers"]) for _, one in known), default=0)
     if not depths:
         return _bounded(name, [], [], [])
-    counts = [(prompt, [*_padded(one["accepts"], depths), *_padded(one["offers"], depths)]) for prompt, one in told]
+    counts = [(prompt, [*_padded(one["accepts"], depths), *_padded(one["offers"], depths)]) for prompt, one in known]
     return _bounded(name, *map(list, zip(*(one for one in _ratios(counts, depths) if one), strict=True)))
 
 
@@ -212,20 +212,20 @@ def _padded(counts: Sequence[int], length: int) -> list[int]:
 
 def _winners(good: list[Measurement]) -> list[dict[str, Any]]:
     """Return for each child of the root how often its branch won, and the mean accepted length when it did."""
-    told = [(one.prompt, one.stats.get("wins", []), one.stats.get("win_tokens", [])) for one in good if one.stats]
-    number = max((len(wins) for _, wins, _ in told), default=0)
+    known = [(one.prompt, one.stats.get("wins", []), one.stats.get("win_tokens", [])) for one in good if one.stats]
+    number = max((len(wins) for _, wins, _ in known), default=0)
     if not number:
         return []
-    shares = _ratios([(prompt, [*_padded(wins, number), *[sum(wins)] * number]) for prompt, wins, _ in told], number)
-    lengths = _ratios([(prompt, [*_padded(tokens, number), *_padded(wins, number)]) for prompt, wins, tokens in told], number)
+    shares = _ratios([(prompt, [*_padded(wins, number), *[sum(wins)] * number]) for prompt, wins, _ in known], number)
+    lengths = _ratios([(prompt, [*_padded(tokens, number), *_padded(wins, number)]) for prompt, wins, tokens in known], number)
     pairs = zip(shares, lengths, strict=True)
     return [_bounded("share", *(share or ())) | _bounded("accepted", *(length or (0.0,))) for share, length in pairs]
 
 
 def _replayed(good: list[Measurement]) -> float | None:
     """Return the share of rounds replayed from captures; compare speeds only between runs with similar shares."""
-    told = [one.stats for one in good if one.stats and one.stats.get("rounds")]
-    return sum(one.get("replayed_rounds", 0) for one in told) / sum(one["rounds"] for one in told) if told else None
+    known = [one.stats for one in good if one.stats and one.stats.get("rounds")]
+    return sum(one.get("replayed_rounds", 0) for one in known) / sum(one["rounds"] for one in known) if known else None
 
 
 def _block_lengths(good: list[Measurement]) -> dict[str, int]:

@@ -348,6 +348,6 @@ def _figures(stats: Stats) -> dict[str, Any]:
 
 
 def _one_line(problem: Exception) -> str:
-    said = " ".join(str(problem).split())
+    message = " ".join(str(problem).split())
     # Our own messages are complete; other exceptions often mean little without their type.
-    return said if isinstance(problem, PolydraftError) else f"{type(problem).__name__}: {said}"[:400]
+    return message if isinstance(problem, PolydraftError) else f"{type(problem).__name__}: {message}"[:400]

@@ -92,8 +92,8 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
             changes += _method(name, old[name], new[name])
         else:
             verdict = Verdict.ADDED if name in new else Verdict.REMOVED
-            told = _speedup_text(new.get(name) or old.get(name) or {})
-            pair = ("–", told) if name in new else (told, "–")
+            text = _speedup_text(new.get(name) or old.get(name) or {})
+            pair = ("–", text) if name in new else (text, "–")
             changes.append(Change(method=name, what="method", before=pair[0], after=pair[1], verdict=verdict))
     return changes
 
@@ -124,8 +124,8 @@ def _baseline(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change
     """Warn if the baselines of the speed-ups differ in speed."""
     pair = [finite((methods.get(BASELINE) or {}).get("tokens_per_second")) for methods in (old, new)]
     if pair[0] and pair[1] and abs(pair[1] / pair[0] - 1) > BASELINE_SHARE:
-        told = {"before": f"{pair[0]:.1f}", "after": f"{pair[1]:.1f}"}
-        yield Change(what=f"tokens/s of the baseline {BASELINE}", verdict=Verdict.WARNING, **told)
+        texts = {"before": f"{pair[0]:.1f}", "after": f"{pair[1]:.1f}"}
+        yield Change(what=f"tokens/s of the baseline {BASELINE}", verdict=Verdict.WARNING, **texts)
 
 
 def _method(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
@@ -144,14 +144,14 @@ def _method(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterat
 def _identity(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     """Report differences from plain decoding if they have changed or persist."""
     counts = [[finite(side.get(key)) for key in ("near_tie_differences", "differences")] for side in (old, new)]
-    told = {"before": _identity_text(old), "after": _identity_text(new)}
+    texts = {"before": _identity_text(old), "after": _identity_text(new)}
     if counts[0] != counts[1]:
         known = None not in counts[0] and None not in counts[1]
         pairs = [((one[1] or 0), (one[0] or 0)) for one in counts]  # real differences weigh more than near-ties
         verdict = Verdict.CHANGED if not known else Verdict.WORSE if pairs[1] > pairs[0] else Verdict.BETTER
-        yield Change(method=name, what="identity", verdict=verdict, **told)
+        yield Change(method=name, what="identity", verdict=verdict, **texts)
     elif counts[1][1]:
-        yield Change(method=name, what="identity", verdict=Verdict.STILL, **told)
+        yield Change(method=name, what="identity", verdict=Verdict.STILL, **texts)
 
 
 def _identity_text(side: Mapping[str, Any]) -> str:
@@ -172,22 +172,24 @@ def _speedup_text(side: Mapping[str, Any]) -> str:
 def _figures(name: str, category: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     place = {"method": name, "category": category}
     if name != BASELINE:
-        told = {"before": _speedup_text(old), "after": _speedup_text(new)}
-        if told["before"] != "–" or told["after"] != "–":
-            yield Change(**place, what="speed-up", verdict=_speedup_verdict(old, new), **told)
+        texts = {"before": _speedup_text(old), "after": _speedup_text(new)}
+        if texts["before"] != "–" or texts["after"] != "–":
+            yield Change(**place, what="speed-up", verdict=_speedup_verdict(old, new), **texts)
     factor = CATEGORY_FACTOR if category else 1.0
     for key, what, digits in (("tokens_per_pass", "tokens/pass", 2), ("acceptance_rate", "acceptance", 3)):
         first, second = finite(old.get(key)), finite(new.get(key))
         if first is None and second is None:
             continue
-        told = {side: "–" if value is None else f"{value:.{digits}f}" for side, value in (("before", first), ("after", second))}
+        texts = {
+            side: "–" if value is None else f"{value:.{digits}f}" for side, value in (("before", first), ("after", second))
+        }
         if first is None or second is None:
             verdict = Verdict.UNKNOWN
         else:
             allowed = factor * (TOKENS_PER_PASS_SHARE * first if key == "tokens_per_pass" else ACCEPTANCE_STEP)
             moved = second - first
             verdict = Verdict.NOISE if abs(moved) <= allowed else Verdict.BETTER if moved > 0 else Verdict.WORSE
-        yield Change(**place, what=what, verdict=verdict, **told)
+        yield Change(**place, what=what, verdict=verdict, **texts)
 
 
 def _speedup_verdict(old: Mapping[str, Any], new: Mapping[str, Any]) -> Verdict:
@@ -228,10 +230,10 @@ def _table(rows: Sequence[Change]) -> list[str]:
 def _summary(changes: Sequence[Change]) -> str:
     count = sum(change.counts for change in changes)
     still = sum(change.verdict is Verdict.STILL for change in changes)
-    said = f"{count} change{'' if count == 1 else 's'}" if count else "nothing changed beyond noise"
+    summary = f"{count} change{'' if count == 1 else 's'}" if count else "nothing changed beyond noise"
     wrong = (
         f"; {still} method{'' if still == 1 else 's'} still differ{'s' if still == 1 else ''} from plain decoding"
         if still
         else ""
     )
-    return said + wrong
+    return summary + wrong

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from polydraft.lab.analyze.analysis import Analysis, SampleSize
     from polydraft.lab.analyze.comparison import Row
 
-_USUAL = {
+_DEFAULTS = {
     None: ("0.6,1.0", "2,4,8"),
     "temperature": ("0.1,0.25,0.5,0.75,1.0,1.25,1.5", "3"),
     "drafts": ("0.7", "1,2,3,4,6,8"),
@@ -82,7 +82,7 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
 
 def _settings(sweep: str | None, options: dict[str, Any]) -> AnalyzeSettings:
     """Read the lists, and check everything that needs no model."""
-    temperatures, drafts = _USUAL[sweep]
+    temperatures, drafts = _DEFAULTS[sweep]
     options["temperatures"] = numbers("--temperature", options["temperatures"] or temperatures, float, "0.6,1.0")
     options["drafts"] = numbers("--drafts", options["drafts"] or drafts, int, "2,4,8")
     schemes = (options.pop("schemes") or "all").replace(",", " ").split()

@@ -252,9 +252,9 @@ def results_table(results: dict[str, Any]) -> Table:
         speed_up = _number(figures["speedup"]) + ("" if low is None else f" ({low:.2f}-{high:.2f})")
         cells = [_number(figures[key]) for key in ("tokens_per_second", "tokens_per_pass", "acceptance_rate")]
         status = _identity(figures) if figures["status"] == "ok" else "failed"
-        told = [sources[name]] if any(sources.values()) else []
-        told += [_number(figures.get("exact_match"))] if graded else []
-        table.add_row(name, cells[0], speed_up, *cells[1:], status, *told)
+        extra = [sources[name]] if any(sources.values()) else []
+        extra += [_number(figures.get("exact_match"))] if graded else []
+        table.add_row(name, cells[0], speed_up, *cells[1:], status, *extra)
     return table
 
 

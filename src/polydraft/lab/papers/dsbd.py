@@ -207,15 +207,15 @@ def _orderings(results: Results) -> list[list[str]]:
 
 
 def _times(
-    results: Results, claim: str, key: str, factor: float, ours: tuple[str, str], base: tuple[str, str], said: str = ""
+    results: Results, claim: str, key: str, factor: float, ours: tuple[str, str], base: tuple[str, str], note: str = ""
 ) -> list[str]:
     """Return the row of a claim that a method is `factor` times as fast as another, or takes that much less energy."""
     pair = [(name, results.figure(_SPEED, method, key)) for name, method in (ours, base)]
     pair = pair if key == "speedup" else pair[::-1]  # the larger figure is claimed first: the joules of beam sampling
     (name, more), (other, less) = pair
     at_all = f"{'faster' if key == 'speedup' else 'less'} at all: {verdict([more, less])}"
-    why = "; ".join(filter(None, (at_all, said)))
-    missing = "; ".join(filter(None, (_NO_JOULES if key != "speedup" else "", said)))
+    why = "; ".join(filter(None, (at_all, note)))
+    missing = "; ".join(filter(None, (_NO_JOULES if key != "speedup" else "", note)))
     return ordering(claim, (name, more), times(factor, other, less), digits=2, why=why, missing=missing)
 
 
@@ -233,14 +233,14 @@ def _at_equal_quality(results: Results, width: int) -> list[list[str]]:
     best = max(known, key=lambda label: known[label])
     if known[best] < 0:
         holds = verdict([known[best], Estimate.exactly(0.0)])
-        said = f"none of the settings is as likely; nearest is {best}, by {text_of(known[best], digits=3)}"
-        return [[claim, said, holds, ""] for claim in claims.values()]
+        note = f"none of the settings is as likely; nearest is {best}, by {text_of(known[best], digits=3)}"
+        return [[claim, note, holds, ""] for claim in claims.values()]
     good = [label for label, figure in known.items() if figure >= 0]
     found = max(good, key=lambda label: results.figure(_SPEED, _DYNAMIC[label], "speedup") or 0.0)
-    said = f"the fastest setting that is as likely; its likelihood, minus beams': {text_of(known[found], digits=3)}"
+    note = f"the fastest setting that is as likely; its likelihood, minus beams': {text_of(known[found], digits=3)}"
     ours, beam = (found, _DYNAMIC[found]), (f"W={width}", base)
     factors = {"speedup": 1.5, "joules_per_token": 1.8}
-    return [_times(results, claim, key, factors[key], ours, beam, said) for key, claim in claims.items()]
+    return [_times(results, claim, key, factors[key], ours, beam, note) for key, claim in claims.items()]
 
 
 _SETTINGS = {"top_k": 10, "top_p": 0.8, "log_likelihood": True}

@@ -85,11 +85,11 @@ def _best(results: Results, temperature: float, methods: tuple[str, ...], least:
 
 
 def _speed(results: Results) -> Comparison:
-    rows, said = [], []
+    rows, winners = [], []
     for temperature in TEMPERATURES:
         best = [_best(results, temperature, methods, least=2) for methods in (_CHAINS, _SEARCHED)]
         if None not in (best[0][1], best[1][1]):
-            said.append(f"at T={temperature:g} {' and '.join(f'`{name}` ({text_of(value)}×)' for name, value in best)}")
+            winners.append(f"at T={temperature:g} {' and '.join(f'`{name}` ({text_of(value)}×)' for name, value in best)}")
         for name in ("ar", *_CHAINS, *_SEARCHED):
             efficiency = [results.text(run_name(prompts, temperature), name, "tokens_per_pass") for prompts in SETS]
             speed = results.text(f"speed-t{temperature:g}", name, "speedup", "×")
@@ -114,7 +114,7 @@ def _speed(results: Results) -> Comparison:
             ["WMT", "MCSD (8x2x1 / 16x2)", "1", "1.72×", "2.08", "1.42×", "1.70"],
         ],
         remark="The paper searches for the best γ and the best configuration, k ∈ {1, 2, 4, 8, 16, 32} and K ≤ 32."
-        + (f" Of the chains and trees above, the fastest of each: {'; '.join(said)}." if said else ""),
+        + (f" Of the chains and trees above, the fastest of each: {'; '.join(winners)}." if winners else ""),
     )
 
 

@@ -140,12 +140,12 @@ class Results(dict[str, dict[str, Any]]):
     def drift(self, *runs: str) -> str:
         """Write the speed-up of plain decoding over itself in timed runs, if that was measured."""
         found = {run: self.figure(run, REPEATED, "speedup") for run in runs}
-        said = [f"{text_of(value, '×')} in {run}" for run, value in found.items() if value is not None]
-        return f"Plain decoding against itself, as a second arm: {', '.join(said)}." if said else ""
+        gains = [f"{text_of(value, '×')} in {run}" for run, value in found.items() if value is not None]
+        return f"Plain decoding against itself, as a second arm: {', '.join(gains)}." if gains else ""
 
     def about(self, *runs: str) -> str:
         """Describe models, machine and prompts of runs; runs that differ only in prompts share a sentence."""
-        said: dict[str, list[str]] = {}
+        described: dict[str, list[str]] = {}
         for name in runs:
             settings = self.get(name, {}).get("settings")
             if settings:
@@ -156,9 +156,9 @@ class Results(dict[str, dict[str, Any]]):
                 how += f", {settings['created']}" if "created" in settings else ""
                 what = f"{settings['prompts']} prompts of {settings['source']}"
                 what += f" with {settings['positions']} positions" if "positions" in settings else ""
-                if what not in (places := said.setdefault(how, [])):
+                if what not in (places := described.setdefault(how, [])):
                     places.append(what)
-        return "; ".join(f"{how}, {', '.join(places)}" for how, places in said.items()) or "not measured"
+        return "; ".join(f"{how}, {', '.join(places)}" for how, places in described.items()) or "not measured"
 
     def meanings(self, *runs: str) -> list[str]:
         """Return explanations of the runs' targets, for those that need one."""

@@ -178,9 +178,9 @@ def acceptance_panels(methods: Mapping[str, Figures]) -> str:
                 shapes.append(svg.circle(_x(i, columns), _y(min(1.0, point)), 4, "dot"))
                 if columns <= _LABELLED:
                     shapes.append(svg.text(_x(i, columns), _y(min(1.0, point)) - 8, f"{100 * point:.0f}", kind="figure-label"))
-        said = ", ".join(f"depth {i}: {100 * p:.0f} %" for i, p in enumerate(curve, 1) if p is not None)
+        description = ", ".join(f"depth {i}: {100 * p:.0f} %" for i, p in enumerate(curve, 1) if p is not None)
         overall = values.percent(methods[name].get("acceptance_rate"))
-        drawing = svg.panel(_PANEL_WIDTH, _PANEL_HEIGHT, shapes, f"Acceptance by depth of {name}: {said}")
+        drawing = svg.panel(_PANEL_WIDTH, _PANEL_HEIGHT, shapes, f"Acceptance by depth of {name}: {description}")
         panels.append(figure(name, drawing, f"{overall} over all depths"))
     return _panels(panels, [name for name in methods if name not in curves and name != BASELINE])
 
@@ -208,10 +208,10 @@ def length_panels(methods: Mapping[str, Figures]) -> str:
                 if columns <= _LABELLED:
                     written = f"{100 * share:.0f}" if share >= 0.005 else "<1"
                     shapes.append(svg.text(_x(i, columns), y - 4, written, kind="figure-label"))
-        said = ", ".join(f"{i}: {100 * share:.1f} %" for i, share in enumerate(shares, 1) if share)
+        description = ", ".join(f"{i}: {100 * share:.1f} %" for i, share in enumerate(shares, 1) if share)
         passes = sum(methods[name]["block_lengths"].values())
         mean = values.number(methods[name].get("tokens_per_pass"))
-        drawing = svg.panel(_PANEL_WIDTH, _PANEL_HEIGHT, shapes, f"Tokens per pass of {name}: {said}")
+        drawing = svg.panel(_PANEL_WIDTH, _PANEL_HEIGHT, shapes, f"Tokens per pass of {name}: {description}")
         panels.append(figure(name, drawing, f"{mean} tokens per pass, {passes:,.0f} passes"))
     return _panels(panels, [name for name in methods if name not in found and name != BASELINE])
 
@@ -289,8 +289,10 @@ def pareto_plot(methods: Mapping[str, Figures]) -> str:
     for p in points:
         kind = "point best" if p.number in best else "point"
         shapes.append(svg.circle(x.x(p.tokens_per_pass), _height(y, p.tokens_per_second), 6, kind))
-    said = "; ".join(f"{p.method}: {p.tokens_per_pass:.2f} tokens per pass, {p.tokens_per_second:.1f} tokens/s" for p in points)
-    drawing = svg.fluid(_PLANE_HEIGHT, [*shapes, *_labels(points, x, y)], f"Tokens/s against tokens per pass. {said}")
+    description = "; ".join(
+        f"{p.method}: {p.tokens_per_pass:.2f} tokens per pass, {p.tokens_per_second:.1f} tokens/s" for p in points
+    )
+    drawing = svg.fluid(_PLANE_HEIGHT, [*shapes, *_labels(points, x, y)], f"Tokens/s against tokens per pass. {description}")
     rows = "".join(
         f'<li value="{p.number}"><code>{escape(p.method)}</code> <span class="muted">{p.tokens_per_pass:.2f} per pass, '
         f"{p.tokens_per_second:.1f}/s</span>{' <span class=badge>not beaten</span>' if p.number in best else ''}</li>"
