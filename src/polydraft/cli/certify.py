@@ -143,10 +143,9 @@ def command(
         raise UsageError(f"--all already covers {names[0]}; give names or --all, not both")
     if not everything and not names:
         raise UsageError("name what to certify, such as rrs-wor, or give --all; 'polydraft info' lists schemes and walks")
-    if everything and draws is not None:
-        raise UsageError(f"--draws {draws} works only with your own function, module:function; leave it out with --all")
-    if everything and arrays != "torch":
-        raise UsageError(f"--arrays {arrays} works only with your own function, module:function; leave it out with --all")
+    for flag, value, default in (("--draws", draws, None), ("--arrays", arrays, "torch")):
+        if everything and value != default:
+            raise UsageError(f"{flag} {value} works only with your own function, module:function; leave it out with --all")
     announce_start()
     from polydraft.certify import FULL, QUICK, all_subjects, certify, find_subject
 

@@ -78,12 +78,10 @@ class Part:
         if name is None:
             raise UsageError(f"{folder} is a whole benchmark, not a shard; give the folders of `polydraft bench --shard I/N`")
         shard = Shard.parse(name)
-        if not (folder / "results.json").exists():
-            raise UsageError(f"shard {shard} in {folder} is not finished; finish it with --resume, then merge")
-        results = load_results(folder)
+        results = load_results(folder) if (folder / "results.json").exists() else None
         # A later run that added methods or repeats may have been interrupted.
-        finished = (list(results["methods"]), results["settings"]["repeat"])
-        if finished != (list(dict.fromkeys(settings["methods"])), settings["repeat"]):
+        wanted = (list(dict.fromkeys(settings["methods"])), settings["repeat"])
+        if results is None or (list(results["methods"]), results["settings"]["repeat"]) != wanted:
             raise UsageError(f"shard {shard} in {folder} is not finished; finish it with --resume, then merge")
         return cls(folder=folder, shard=shard, settings=settings, results=results, measurements=measurements)
 
