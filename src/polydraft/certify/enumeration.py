@@ -18,8 +18,7 @@ from polydraft.trees import parse_tree
 from polydraft.verify import Scheme
 
 TOLERANCE = 1e-9
-"""Allowed error of an enumeration: float64 rounds by about 1e-15, the smallest bug of interest (eps = 1e-3) costs about
-1e-4."""
+"""Allowed error of enumerations: float64 rounding is about 1e-15, the smallest bug of interest (eps = 1e-3) about 1e-4."""
 FIXTURE_SAMPLES = 20_000
 """Structural errors of a rule need up to 11,500 samples of the fixture."""
 # Fixture F: structural errors (WR for WOR, dedup, sorting, wrong residual) show in few samples of it.

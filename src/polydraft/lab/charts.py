@@ -42,6 +42,8 @@ for _number, (_colour, _dash) in enumerate(zip(_COLOURS, _DASHES, strict=True)):
     }
 
 _COLUMNS_SIDE_BY_SIDE = 3
+_LEFT, _RIGHT = 58.0, 708.0
+"""Ends of the plotting area, and of a legend above it."""
 _ROW = 19.0
 """Height of a line of a legend."""
 _CAP = 3.0
@@ -94,8 +96,8 @@ class _Plane:
     up: svg.Scale
     width: float = 720.0
     height: float = 320.0
-    left: float = 58.0
-    right: float = 708.0
+    left: float = _LEFT
+    right: float = _RIGHT
     top: float = 44.0
     bottom: float = 252.0
 
@@ -175,7 +177,7 @@ def grouped_columns(series: Series, groups: Mapping[str, Sequence[str]], *, base
     assert len(series) <= _COLUMNS_SIDE_BY_SIDE
     names = [name for group in groups.values() for name in group]
     longest = max(map(svg.text_width, names), default=0.0)
-    step = (708.0 - 58.0) / max(1, len(names))
+    step = (_RIGHT - _LEFT) / max(1, len(names))
     width = 0.8 * step / max(1, len(series))
     turned, upright = longest > step - 4, width < svg.text_width("0.00")
     room = (_SLOPE * longest if turned else 0.0) + 16
@@ -319,12 +321,12 @@ def _highest(series: Series, least: float) -> float:
 def _legend_rows(names: Sequence[str]) -> list[list[tuple[int, str, float]]]:
     """Return the rows of a legend: number, name and x of each series. A single series needs no legend."""
     rows: list[list[tuple[int, str, float]]] = []
-    x = 708.0
+    x = _RIGHT
     for number, name in enumerate(names if len(names) > 1 else ()):
         width = 50.0 + svg.text_width(name)
-        if x + width > 708:
+        if x + width > _RIGHT:
             rows.append([])
-            x = 58.0
+            x = _LEFT
         rows[-1].append((number, name, x))
         x += width
     return rows

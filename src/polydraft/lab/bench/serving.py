@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -106,16 +107,13 @@ class Client:
         """Joined with the arm's name, it keeps an arm from reusing prompts that another arm has read."""
 
     def _first_model(self) -> str:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=30)
-        try:
-            connection.request("GET", "/v1/models", headers=self._headers)
-            return str(json.loads(connection.getresponse().read())["data"][0]["id"])
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise FailureError(
-                f"cannot get the models of {self._options.url} ({error}); check --url, or give --model"
-            ) from None
-        finally:
-            connection.close()
+        with closing(http.client.HTTPConnection(self._host, self._port, timeout=30)) as connection:
+            try:
+                connection.request("GET", "/v1/models", headers=self._headers)
+                return str(json.loads(connection.getresponse().read())["data"][0]["id"])
+            except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+                url = self._options.url
+                raise FailureError(f"cannot get the models of {url} ({error}); check --url, or give --model") from None
 
     def ask(self, prompt: Asked, arm: str) -> Sample:
         """Time one answer."""
@@ -126,18 +124,16 @@ class Client:
             {"speculative": arm, "cache_salt": f"{self._salt} {arm}"} if arm in ("auto", "off") else {}
         )
         sample, start = Sample(), time.perf_counter()
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=600)
-        try:
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), self._headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                sample.error = f"HTTP {response.status}"
-            else:
-                _read(response, sample, start)
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            sample.error = f"{type(error).__name__}: {error}"
-        finally:
-            connection.close()
+        with closing(http.client.HTTPConnection(self._host, self._port, timeout=600)) as connection:
+            try:
+                connection.request("POST", "/v1/chat/completions", json.dumps(body), self._headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    sample.error = f"HTTP {response.status}"
+                else:
+                    _read(response, sample, start)
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                sample.error = f"{type(error).__name__}: {error}"
         sample.whole = time.perf_counter() - start
         return sample
 
