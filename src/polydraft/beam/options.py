@@ -33,7 +33,7 @@ class Draws(StrEnum):
     DISTINCT = "distinct"
     """W different ones, without replacement."""
     INDEPENDENT = "iid"
-    """W independent ones, which may be the same: the paper's."""
+    """W independent ones, some of which may be equal, as in the paper."""
     HUGGING_FACE = "hf"
     """2 W or more different ones: the W best of those that continue are kept, and those that end among the first W finish."""
 

@@ -122,6 +122,7 @@ def texts_trial(subject: Subject, sizes: Sizes, settings: list[Setting] | None =
     p_values: list[float] = []
     details: list[dict[str, Any]] = []
     example, least, size = None, 1.0, 0
+    tested, pooled = None, 0.0
     for setting in settings:
         tokens_NL, acceptance = setting.generate(subject)
         found = setting.p_values(tokens_NL)
@@ -130,8 +131,6 @@ def texts_trial(subject: Subject, sizes: Sizes, settings: list[Setting] | None =
         details.append({"setting": setting.label, "texts": len(tokens_NL), "acceptance": acceptance, "p_value": min(found)})
         if min(found) <= least:
             least, example = min(found), _first_token(setting, tokens_NL, min(found))
-    tested, pooled = None, 0.0
-    for setting in settings:
         if setting.whole:
             chance_X = joint_distribution(setting.target_distributions, setting.tokens)
             rare_X = chance_X * setting.texts < LEAST_EXPECTED

@@ -26,7 +26,7 @@ _BLOCKS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one method did with one prompt, once."""
+    """The result of running one method on one prompt, once."""
 
     method: str
     prompt: str

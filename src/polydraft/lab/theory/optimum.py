@@ -130,7 +130,7 @@ def hybrid_optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int, 
 
 
 def _fixed_and_drawn(target_RV: Tensor, draft_RV: Tensor, count: int, fixed: int) -> Tensor:
-    """P(T) plus the most that independent draws from q without T can cover of the rest; T holds only tokens with mass."""
+    """Return P(T) plus the most that independent draws from q without T can cover of the rest; T has only tokens with mass."""
     places_RK = draft_RV.topk(min(fixed, draft_RV.shape[1]), dim=1).indices
     top_RV = torch.zeros_like(draft_RV, dtype=torch.bool).scatter_(1, places_RK, True) & (draft_RV > 0)
     sure_R = (target_RV * top_RV).sum(-1)

@@ -23,7 +23,7 @@ _PLANE_HEIGHT, _PLANE_FOOT, _PLANE_HEAD = 380.0, 44.0, 26.0
 _NOMINAL_WIDTH = 320.0  # labels are placed for a phone; wider pages have more room
 _OFFSETS = ((10, 4, "start"), (-10, 4, "end"), (0, -10, "middle"), (0, 19, "middle"), (10, -10, "start"), (10, 18, "start"))
 _TREE_TOP, _TREE_MARGIN = 26.0, 14.0
-_TALLEST = 360.0  # a tree of hundreds of leaves is drawn finer, not taller
+_TALLEST = 360.0  # trees with hundreds of leaves are drawn finer, not taller
 
 
 def _row(label: str, drawing: str, value: str) -> str:
