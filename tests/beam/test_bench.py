@@ -94,7 +94,7 @@ class Counter:
 
 
 def test_energy_is_read_over_blocks_of_seconds(invoke, roomy, tmp_path, monkeypatch):
-    monkeypatch.setattr("polydraft.lab.bench.session.EnergyMeter", lambda device: Counter())
+    monkeypatch.setattr("polydraft.lab.bench._runner.EnergyMeter", lambda device: Counter())
     options = ("--methods", "ar sd:2", "--energy-seconds", "0.01", "--limit", "2")
     code, _, err = bench(invoke, roomy, tmp_path, *options)
     assert code == 0, err

@@ -108,7 +108,7 @@ def test_heads_read_true_features_where_there_are_some(prompt):
         beams = [forest[0].child(rng.randrange(3, 96)), forest[-1].child(rng.randrange(3, 96))]
         tree.keep(beams, slack=rng.choice([0, 40]))
         reader.keep(beams)
-        reader._tree.keep(beams, slack=0)
+        reader.tree.keep(beams, slack=0)
 
 
 @torch.inference_mode()

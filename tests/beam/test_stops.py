@@ -149,7 +149,7 @@ def test_forests_decode_few_texts_where_strings_end_nearly_all(monkeypatch):
         return words.decodings
 
     few = decodings()
-    monkeypatch.setattr("polydraft.beam._search._LOOKS", 10**6)
+    monkeypatch.setattr("polydraft.beam._search._EXAMINED", 10**6)
     assert 0 < few < decodings() / 2
 
 

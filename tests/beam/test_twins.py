@@ -9,7 +9,7 @@ import torch
 
 from covering import covering, keeping
 from polydraft.beam import BeamDecoder
-from polydraft.beam._distribution import Continuations, DistributionMaker, averaged, nothing_foreseen
+from polydraft.beam._distribution import Continuations, DistributionMaker, averaged, no_continuations
 from polydraft.beam._node import Node
 from polydraft.beam._predictions import TwinIndex
 from polydraft.beam._sample import RandomChance, SampleRun
@@ -60,7 +60,7 @@ def test_an_average_is_one_of_the_rows_that_have_another_distribution():
 
 
 def test_an_average_of_distributions_that_foresee_nothing_foresees_nothing():
-    assert not len(averaged(nothing_foreseen(2, 8), nothing_foreseen(1, 8), [1]).tokens_X)
+    assert not len(averaged(no_continuations(2, 8), no_continuations(1, 8), [1]).tokens_X)
 
 
 class Counted(TwinIndex):

@@ -1,4 +1,4 @@
-"""Beam search and beam sampling, speculatively: forests of draft beams, one target pass, exact layers."""
+"""Speculative beam search and beam sampling: a draft grows a forest of beams, and one target pass verifies several steps."""
 
 from polydraft.beam.decoder import BeamDecoder
 from polydraft.beam.options import BeamMode, BeamOptions, Draws

@@ -1,4 +1,4 @@
-"""The distribution over all continuations of all beams, each with its score."""
+"""Continuations of all beams with their scores: the distribution that beams are drawn from."""
 
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
@@ -20,28 +20,28 @@ Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
 
 _TIES = 16
-"""Tokens beyond the k-th that are checked for ties with it; with more ties the full logits are used."""
+"""How many tokens after the k-th to check for ties with it; if there are more ties, full logits are used."""
 
 
 @dataclass(frozen=True, eq=False)
 class Continuations:
-    """Next tokens of R texts, X in all, row by row; tokens without mass are left out."""
+    """The next tokens of R texts, X in all, row by row, without those of probability zero."""
 
     rows_X: Indices
     tokens_X: Indices
     scores_X: Floats
-    """What a token adds to its text's score."""
+    """What each token adds to the score of its text."""
     log_probs_X: Floats
     """The model's own log-probabilities, before temperature, truncation and penalties."""
     num_rows: int
     vocab_size: int
 
     def totals(self, beams: Sequence[Beam]) -> Floats:
-        """Return the scores of the continued texts, given the R beams that they continue."""
+        """Return the scores of the continued texts, given the R beams."""
         return np.array([beam.score for beam in beams], dtype=np.float64)[self.rows_X] + self.scores_X
 
     def restricted(self, rows: Sequence[int]) -> tuple["Continuations", Indices]:
-        """Return the continuations of some rows, renumbered, and which entries they were."""
+        """Return the continuations of some rows, with rows renumbered, and which entries they were."""
         table_R = np.full(self.num_rows, -1, dtype=np.int64)
         table_R[list(rows)] = np.arange(len(rows))
         renumbered_X = table_R[self.rows_X]
@@ -58,17 +58,17 @@ class Continuations:
 
     @cached_property
     def bounds(self) -> list[int]:
-        """Where the entries of each row start, and where the last row's end."""
+        """Where the entries of each row start, and at the end where those of the last row stop."""
         bounds: list[int] = np.searchsorted(self.rows_X, np.arange(self.num_rows + 1)).tolist()
         return bounds
 
     def keys(self) -> Indices:
-        """Return a number for each pair of row and token, the same in every distribution."""
+        """Return a number for each pair of a row and a token, the same in every distribution."""
         return self.rows_X * self.vocab_size + self.tokens_X
 
 
 def joined(pieces: Sequence[tuple[Continuations, int]]) -> Continuations:
-    """Join rows of any distributions in the given order; a row may occur twice."""
+    """Join rows of several distributions, in the given order; a row may occur twice."""
     first = pieces[0][0]
     if len(pieces) == first.num_rows and all(
         distribution is first and row == place for place, (distribution, row) in enumerate(pieces)
@@ -85,17 +85,17 @@ def joined(pieces: Sequence[tuple[Continuations, int]]) -> Continuations:
     )
 
 
-def nothing_foreseen(num_rows: int, vocab_size: int) -> Continuations:
-    """Return continuations of texts for which there is no guess: none."""
+def no_continuations(num_rows: int, vocab_size: int) -> Continuations:
+    """Return rows without any continuations, for texts without a guess."""
     none_X = np.zeros(0, dtype=np.int64)
     return Continuations(none_X, none_X, none_X.astype(np.float64), none_X.astype(np.float64), num_rows, vocab_size)
 
 
 def averaged(distribution: Continuations, other: Continuations, rows: Sequence[int]) -> Continuations:
-    """Average some rows of a distribution with the rows of another, which has only those.
+    """Average some rows of a distribution with the rows of another, which has only these.
 
-    If such a row of `distribution` is empty, the other's still keeps only half its mass: a hint is not certain. This is for
-    drafts, whose log-probabilities are not used, so they are set to the scores.
+    If such a row of `distribution` is empty, the other's row still keeps only half its mass, because a hint is not certain. The
+    result is for drafts, whose log-probabilities are not used, so they are set to the scores.
     """
     shares_R = np.zeros(distribution.num_rows)
     shares_R[list(rows)] = np.log(0.5)
@@ -104,7 +104,7 @@ def averaged(distribution: Continuations, other: Continuations, rows: Sequence[i
     scores_X = np.concatenate([distribution.scores_X + shares_R[distribution.rows_X], other.scores_X + np.log(0.5)])
     order_X = np.argsort(keys_X, kind="stable")
     keys_X, scores_X = keys_X[order_X], scores_X[order_X]
-    # Tokens in both distributions now stand side by side.
+    # Tokens that are in both distributions are adjacent now.
     once_X = np.ones(len(keys_X), dtype=bool)
     once_X[1:] = keys_X[1:] != keys_X[:-1]
     again_X = np.flatnonzero(~once_X)
@@ -117,7 +117,7 @@ def averaged(distribution: Continuations, other: Continuations, rows: Sequence[i
 
 
 def normalised(totals_X: Floats) -> Floats:
-    """Return the beam distribution of eq. 1: probabilities in proportion to the likelihoods of whole texts."""
+    """Return the beam distribution of eq. 1: probabilities proportional to the likelihoods of whole texts."""
     if not len(totals_X):
         return totals_X
     weights_X = np.exp(totals_X - totals_X.max())
@@ -126,21 +126,21 @@ def normalised(totals_X: Floats) -> Floats:
 
 
 class DistributionMaker:
-    """Turns a model's logits into continuations, in the order of Hugging Face's beams.
+    """Turns a model's logits into continuations, with the steps and order of Hugging Face's beams.
 
-    Log-softmax comes first, then penalties, temperature, top-k, top-p and min-p, without renormalising: a beam's score is the
-    sum of the results. Without temperature and truncation that is the log-likelihood.
+    Log-softmax comes first, then penalties, temperature, top-k, top-p and min-p, without renormalising. A beam's score is the
+    sum of the results; without temperature and truncation that is the log-likelihood.
 
     Parameters
     ----------
     params : SamplingParams
-        For search, only penalties and biases count, as in Hugging Face.
+        For search, only penalties and biases apply, as in Hugging Face.
     vocabulary : PartialVocabulary, optional
-        The tokens of a draft's columns, if not all.
+        The tokens of a draft's columns, if it does not know all tokens.
     best : int, optional
         For search: how many of a text's best continuations to keep.
     draft : str, optional
-        Name of the draft, for its logits: drafting continues if a processor fails.
+        Name of the draft if the logits are a draft's: drafting continues if a processor fails.
     """
 
     def __init__(
@@ -165,12 +165,12 @@ class DistributionMaker:
 
     @property
     def has_processors(self) -> bool:
-        """Whether there are logits processors, which may fail on texts that they ruled out."""
+        """Whether there are logits processors, which may fail on texts that they have ruled out."""
         return bool(self._params.processors)
 
     @property
     def emptied_by(self) -> str | None:
-        """The processor that left a text without a next token, if any."""
+        """Name of the processor that left a text without a next token; None if none did."""
         return self._warper.processing.emptied_by
 
     @property
@@ -182,7 +182,7 @@ class DistributionMaker:
 
     @property
     def is_short(self) -> bool:
-        """Whether few continuations of a text have mass, so that many distributions are cheap to copy to the host."""
+        """Whether each text has only a few continuations, so that distributions are cheap to copy to the host."""
         return not self._adjusted and (self._best is not None or bool(self._params.top_k))
 
     @property
@@ -193,23 +193,22 @@ class DistributionMaker:
 
     @property
     def is_packed(self) -> bool:
-        """Whether `packed` can be used: the distribution is short, and no token with mass is cut off."""
+        """Whether `packed` can be used: distributions are short, and there are more columns than it looks at."""
         columns = self._vocab_size if self._vocabulary is None else len(self._vocabulary.tokens_D)
         return self.is_short and (self._best is not None or self._params.top_k + _TIES < columns)
 
     def packed(self, logits_RV: Tensor) -> Tensor:
         """Return the distributions of some texts as one tensor on their device, for one copy to the host."""
-        logits_RV = self._own(logits_RV)
-        short = self._shortened(logits_RV, logits_RV.logsumexp(-1, keepdim=True))
-        assert short is not None, "is_packed says when"
+        short = self._shortened(self._own(logits_RV))
+        assert short is not None, "call it only if is_packed"
         return short
 
     def unpacked(self, packed_RX: Floats, nodes: Sequence[Node], logits: Callable[[Sequence[Node]], Tensor]) -> Continuations:
-        """Return the continuations of texts from packed distributions; `logits` computes those needed in full."""
+        """Return continuations from packed distributions; `logits` returns the full logits of texts that need them."""
         odd_R = np.isnan(packed_RX[:, 0])
         if not odd_R.any():
             return self._listed(packed_RX)
-        # Text by text, so that no distribution depends on which other texts are in the pass.
+        # Use full logits only for these texts, so that no distribution depends on which other texts are in the pass.
         odd = np.flatnonzero(odd_R).tolist()
         texts = [nodes[row] for row in odd]
         whole, short = self._whole(self._own(logits(texts)), texts), self._listed(packed_RX[~odd_R])
@@ -232,7 +231,7 @@ class DistributionMaker:
     def __call__(self, logits_RV: Tensor, nodes: Sequence[Node]) -> Continuations:
         """Return the continuations of the texts that end in `nodes`."""
         own_RV = self._own(logits_RV)
-        short = None if self._adjusted else self._shortened(own_RV, own_RV.logsumexp(-1, keepdim=True))
+        short = None if self._adjusted else self._shortened(own_RV)
         if short is None:
             return self._whole(own_RV, nodes)
         rows = {node: row for row, node in enumerate(nodes)}
@@ -250,7 +249,7 @@ class DistributionMaker:
             )
         log_probs_RV = logits_RV - norm_R1
         missing = 0 if self._vocabulary is not None and not self._adjusted else self._vocab_size - log_probs_RV.shape[-1]
-        if missing:  # padding columns of either model have no mass
+        if missing:  # tokens beyond the columns have no mass
             log_probs_RV = torch.nn.functional.pad(log_probs_RV, (0, missing), value=-torch.inf)
         scores_RV = self._warper.scores(log_probs_RV[None], self._paths(nodes))[0]
         if self._best is not None:
@@ -267,16 +266,16 @@ class DistributionMaker:
         )
 
     def _own(self, logits_RV: Tensor) -> Tensor:
-        """Return the logits without padding."""
+        """Return the logits as float32, without padding columns."""
         logits_RV = logits_RV.float()
         return logits_RV[:, : self._vocab_size] if self._vocabulary is None else logits_RV
 
-    def _shortened(self, logits_RV: Tensor, norm_R1: Tensor) -> Tensor | None:
-        """Return scores, log-probabilities and ids `[R, 3 K]` of the few best tokens; None if more may be needed.
+    def _shortened(self, logits_RV: Tensor) -> Tensor | None:
+        """Return scores, log-probabilities and ids `[R, 3 K]` of the few best tokens; None if distributions are not short.
 
-        A row starts with NaN if further tokens might have mass, or if its logits are not finite.
+        A row starts with NaN if more tokens might have mass, or if its logits are not finite.
         """
-        columns = logits_RV.shape[-1]
+        columns, norm_R1 = logits_RV.shape[-1], logits_RV.logsumexp(-1, keepdim=True)
         tied_R1 = ~norm_R1.isfinite()
         if self._best is not None:
             best_RK, columns_RK = _top(logits_RV, min(self._best, columns))
@@ -287,7 +286,7 @@ class DistributionMaker:
                 return None
             best_RK, columns_RK = _top(logits_RV, params.top_k + _TIES)
             if params.top_p < 1:
-                # Among ties the last tokens must come first: the cut may fall among them, and the warper keeps the last ones.
+                # Of tied tokens the last must come first: the cut may fall among them, and the warper keeps the last ones.
                 columns_RK, order_RK = columns_RK.sort(-1, descending=True)
                 best_RK, order_RK = best_RK.gather(1, order_RK).sort(dim=-1, descending=True, stable=True)
                 columns_RK = columns_RK.gather(1, order_RK)
@@ -326,5 +325,5 @@ def _top(logits_RV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     if can_sync(logits_RV):
         best_RK, columns_RK = logits_RV.topk(count, dim=-1)
         return best_RK, columns_RK
-    # topk takes 70 µs: one block of threads per row.
+    # torch's topk would take 70 µs, with one block of threads per row.
     return largest(logits_RV, count)

@@ -1,4 +1,4 @@
-"""Texts of many beams as one tree of tokens, where they end, and the best finished ones."""
+"""Texts of many beams as one tree of tokens, where these texts end, and a pool of the best finished ones."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -16,23 +16,23 @@ class Node:
     def __init__(self, token: int, parent: "Node | None" = None) -> None:
         self.token, self.parent = token, parent
         self.depth: int = 0 if parent is None else parent.depth + 1
-        """New tokens up to and including this one; 0 for the prompt's last token."""
+        """Number of new tokens up to and including this one; 0 for the prompt's last token."""
         self.children: dict[int, Node] = {}
         self.log_prob = 0.0
-        """The target's own log-probability of this token, once a beam has taken it."""
+        """The target's own log-probability of this token, set when a beam takes it."""
         self.drafted = False
-        """Whether a draft proposed it before a beam took it."""
+        """Whether a draft proposed this token before a beam took it."""
         self.ending: tuple[int, ...] | None = None
-        """The last few tokens of the text that ends here, once computed."""
+        """The last few tokens of the text that ends here; None until computed."""
 
     def child(self, token: int) -> "Node":
-        """Return the child with this token, a new one if needed."""
+        """Return the child with this token; create it if needed."""
         if token not in self.children:
             self.children[token] = Node(token, self)
         return self.children[token]
 
     def path(self) -> "list[Node]":
-        """Return all nodes from the first new token down to this one."""
+        """Return the nodes from the first new token to this one."""
         nodes: list[Node] = []
         node = self
         while node.parent is not None:
@@ -55,7 +55,7 @@ class Beam:
 
 
 def common_path(leaves: Sequence[Node]) -> list[Node]:
-    """Return the prefix that all texts share, as nodes from the first new token on."""
+    """Return the prefix that all texts share, as nodes starting with the first new token."""
     if not leaves:
         return []
     shared = leaves[0].path()
@@ -67,7 +67,7 @@ def common_path(leaves: Sequence[Node]) -> list[Node]:
 
 
 def with_ancestors(leaves: Iterable[Node]) -> set[Node]:
-    """Return the leaves and all their ancestors, the prompt's last token included."""
+    """Return the leaves and all their ancestors, including the prompt's last token."""
     found: set[Node] = set()
     for leaf in leaves:
         node: Node | None = leaf
@@ -78,11 +78,10 @@ def with_ancestors(leaves: Iterable[Node]) -> set[Node]:
 
 
 class Stops:
-    """Finds stop strings in the texts of nodes, assembled as single texts are, once per node.
+    """Finds stop strings in the texts of nodes, with the same assembler as single texts, once per node.
 
-    Whether a stop string is complete depends only on the text's tokens, so drafts make no difference. Only the nodes in
-    question are decoded, each from where its parent's assembler stands. The assembler that is given has no tokens and knows the
-    stop strings.
+    Whether a stop string is complete depends only on the text's tokens, so drafts make no difference. Only nodes that are asked
+    for are decoded, each by a fork of its parent's assembler. The given assembler has no tokens yet and knows the stop strings.
     """
 
     def __init__(self, assembler: TextAssembler | None = None) -> None:
@@ -98,7 +97,7 @@ class Stops:
         return self._empty is not None
 
     def found(self, node: Node) -> bool:
-        """Whether a stop string is complete with this node's token."""
+        """Whether this node's token completes a stop string."""
         return self._empty is not None and self._at(node).stopped
 
     def text(self, node: Node) -> str:
@@ -126,13 +125,13 @@ class Stops:
 
 @dataclass(frozen=True)
 class Ends:
-    """Where texts end: at an end-of-text token, at the end of a stop string, or at the length limit."""
+    """Where texts end: at an end-of-text token, a complete stop string, or the length limit."""
 
     eos_token_ids: frozenset[int] = frozenset()
     longest: int = 2**62
     """Maximum number of new tokens."""
     at_limit: StopReason = StopReason.LENGTH
-    """What sets that limit."""
+    """The stop reason of texts that reach that limit."""
     stops: Stops = field(default_factory=Stops)
 
     def at(self, node: Node) -> bool:
@@ -140,7 +139,7 @@ class Ends:
         return node.token in self.eos_token_ids or node.depth >= self.longest or self.stops.found(node)
 
     def reason(self, node: Node) -> StopReason:
-        """Why the text that ends with this node ends."""
+        """Return why the text that ends with this node ends."""
         if node.token in self.eos_token_ids:
             return StopReason.EOS
         return StopReason.STOP if self.stops.found(node) else self.at_limit
@@ -154,16 +153,16 @@ class Hypothesis:
     total: float
     """Sum of its tokens' scores."""
     score: float
-    """The total over the length to the power of the length penalty."""
+    """The total, divided by the length to the power of the length penalty."""
     reason: StopReason
 
 
 class Pool:
     """The best finished texts so far, at most `capacity`.
 
-    Scores are divided by the length to the power of `length_penalty`; above 0 that favours long texts, since scores are
-    negative. Early stopping is true to stop once the pool is full, false to stop when no running beam would get in at its
-    present length, and "never" to stop when none could at any length up to `longest`.
+    Scores are divided by the length to the power of `length_penalty`; values above 0 favour long texts, because scores are
+    negative. With early stopping true, stop as soon as the pool is full; false, when no running beam would get in at its
+    present length; "never", when none could at any length up to `longest`.
     """
 
     def __init__(self, capacity: int, length_penalty: float, early_stopping: EarlyStopping, longest: int) -> None:
@@ -176,11 +175,11 @@ class Pool:
         """Add a finished text if it is among the best."""
         score = total / node.depth**self._penalty
         self.best.append(Hypothesis(node, total, score, reason))
-        self.best.sort(key=lambda one: -one.score)  # stable: among equals the earlier one stays
+        self.best.sort(key=lambda one: -one.score)  # stable: of equal scores the earlier one stays
         del self.best[self._capacity :]
 
     def is_done(self, best_running: float, length: int) -> bool:
-        """Whether running beams, the best with score `best_running`, can be dropped."""
+        """Whether running beams, of which the best has score `best_running`, can be dropped."""
         if len(self.best) < self._capacity:
             return False
         if self._early is True:

@@ -1,11 +1,11 @@
-"""What follows a text: the target's distributions, and those that drafts are chosen from."""
+"""Distributions after a text: the target's, and those that drafts are chosen from."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from polydraft.beam._distribution import Continuations, DistributionMaker, averaged, joined, nothing_foreseen
+from polydraft.beam._distribution import Continuations, DistributionMaker, averaged, joined, no_continuations
 from polydraft.beam._node import Node
 from polydraft.beam._reader import TreeReader
 from polydraft.beam._slots import Reading, SlotTree
@@ -13,25 +13,25 @@ from polydraft.beam._workspace import BeamMemory
 from polydraft.models import LanguageModel
 
 _FEW_NODES = 16
-"""In single precision, logits of this many nodes are computed together; of more nodes, only on demand."""
+"""In single precision, logits of up to this many nodes are computed together; with more nodes, on demand."""
 _MOST_KEPT = 512
-"""Short distributions of the target that stay on the host for twins."""
+"""Most short distributions of the target that stay on the host for twins."""
 _LONGEST_ENDING = 4
-"""Tokens at the ends of texts that are compared."""
+"""How many of the last tokens twins can share."""
 _MOST_ENDINGS = 2**14
 
 
 def packed_reading(distribution: DistributionMaker, head: Callable[[Tensor], Tensor]) -> Reading | None:
-    """Return what a pass computes so that its nodes' distributions come with it; None if they are too long."""
+    """Return the reading with which a pass computes its nodes' distributions; None if these are too long."""
     if not distribution.is_packed:
         return None
     return Reading(distribution.kind, lambda features_TF: distribution.packed(head(features_TF)))
 
 
 class TargetPredictions:
-    """The target's distributions after nodes that it has passed.
+    """The target's distributions after nodes that it has read.
 
-    If they are short and `packs` is set, the pass computes them, which pays where every copy to the host waits for the device.
+    If they are short and `packs` is set, the pass computes them, which pays if every copy to the host waits for the device.
     Otherwise logits are computed for all nodes of a pass together, or for single nodes on demand, whichever costs less. With
     `keeps`, short distributions of earlier passes are kept for twins.
     """
@@ -44,7 +44,7 @@ class TargetPredictions:
         self.tree.reading = packed_reading(distribution, model.head) if packs else None
         self.most_kept = _MOST_KEPT if keeps and distribution.is_short else 0
         self._found: dict[Node, tuple[Continuations, int]] = {}
-        """Distributions that are on the host: rows of continuations."""
+        """Distributions on the host: each node's row of some continuations."""
         self._logit_rows: dict[Node, int] = {}
         self._logits_RV: Tensor | None = None
         """Logits of the last pass's nodes, if they were computed together."""
@@ -61,7 +61,7 @@ class TargetPredictions:
         return self.tree.reading is not None
 
     def collect(self, nodes: Sequence[Node], running: Iterable[Node]) -> None:
-        """Bring the last pass's distributions to the host, if it pays to do so for all nodes at once."""
+        """Compute the last pass's distributions for all nodes at once, if that pays, and forget old ones."""
         if len(self._found) > 2 * self.most_kept:
             kept = {node: self._found[node] for node in running if node in self._found}
             self._found = dict(list(self._found.items())[len(self._found) - self.most_kept :]) | kept
@@ -84,7 +84,7 @@ class TargetPredictions:
     def rows(self, nodes: Iterable[Node]) -> list[tuple[Continuations, int]]:
         """Return the distribution after each node as a row of some continuations, for `joined`."""
         nodes = list(nodes)
-        # Independent beams can have the same text.
+        # Remove duplicates: independent beams can have the same text.
         missing = list(dict.fromkeys(node for node in nodes if node not in self._found))
         if missing:
             self._find(missing)
@@ -99,9 +99,7 @@ class TargetPredictions:
         if self.distribution.has_processors:
             try:
                 self._find([node])
-            except (
-                Exception
-            ):  # a processor may fail on texts that no beam will have; if a beam has one, the error is raised then
+            except Exception:  # a processor may fail on texts that no beam will have; if one does, the error is raised then
                 return False
         return True
 
@@ -122,11 +120,11 @@ class TargetPredictions:
 
 
 class TwinIndex:
-    """Nodes that the target has passed, by the last tokens of their texts.
+    """Finds nodes that the target has read by the last tokens of their texts.
 
     A *twin* of a text is another text with the same ending. Beams often differ only in a word some tokens back, or repeat what
-    another beam was a step ago: almost every second drafted text had a twin (beam search, six prompts). The target's
-    distribution after a twin is a good draft, over the whole vocabulary, and needs no pass.
+    another beam wrote a step ago: almost every second drafted text had a twin (beam search, six prompts). The target's
+    distribution after a twin is a good draft: it covers the whole vocabulary and needs no pass.
     """
 
     def __init__(self, prompt: Sequence[int], most: int = _MOST_ENDINGS) -> None:
@@ -138,18 +136,18 @@ class TwinIndex:
         return len(self._latest)
 
     def add(self, nodes: Sequence[Node]) -> None:
-        """Add nodes that the target has passed; the oldest endings go when there are too many."""
+        """Add nodes that the target has read; drop the oldest endings when there are too many."""
         for node in nodes:
             ending = self._ending(node)
             for length in range(1, len(ending) + 1):
                 key = ending[-length:]
-                self._latest.pop(key, None)  # so that it is the youngest
+                self._latest.pop(key, None)  # so that the key moves to the end
                 self._latest[key] = node
         while len(self._latest) > self._most:
             del self._latest[next(iter(self._latest))]
 
     def of(self, node: Node) -> Iterator[tuple[Node, int]]:
-        """Yield twins of a node, those that share most last tokens first, each with that number."""
+        """Yield twins of a node with the number of last tokens that they share, largest number first."""
         ending, before = self._ending(node), None
         for start in range(len(ending)):
             twin = self._latest.get(ending[start:])
@@ -167,8 +165,8 @@ class TwinIndex:
 class DraftPredictions:
     """Distributions that drafts are chosen from; verification is exact whatever they are.
 
-    A reader, the draft model or head at the prompt's end, comes with its `DistributionMaker`; without one, only twins are used.
-    With `model_only` the reader is used for every text, whatever the target has predicted.
+    The reader, a draft model or head, comes with its `DistributionMaker`; without a reader, only twins are used. With
+    `model_only`, the reader is used for every text, whatever the target has predicted.
     """
 
     def __init__(
@@ -186,7 +184,7 @@ class DraftPredictions:
         self._model_only = model_only
         self.twins = TwinIndex(prompt)
         self.trusted = 3
-        """Twins that share this many last tokens replace the draft; those that share fewer are averaged with it."""
+        """Twins that share at least this many last tokens replace the draft; others are averaged with it."""
         self._target, self._reader, self._distribution = target, reader, distribution
         if reader is not None and distribution is not None and packs:
             reader.tree.reading = packed_reading(distribution, reader.head)
@@ -197,15 +195,15 @@ class DraftPredictions:
         return "twins" if self._reader is None else self._reader.name
 
     def learn(self, nodes: Sequence[Node]) -> None:
-        """Record nodes that the target has passed."""
+        """Record nodes that the target has read, as twins."""
         if not self._model_only:
             self.twins.add(nodes)
 
     def after(self, nodes: Sequence[Node]) -> Continuations:
-        """Return the target's distribution after each node that it has passed, and a guess after the others.
+        """Return the target's distribution after each node that it has read, and a guess after the others.
 
-        Some beams lie inside the last round's forest, so the distributions after them are known. A guess is the target's
-        distribution after a twin, the draft's distribution, or their mean.
+        The target's distribution is known for beams inside the last round's forest. A guess is the target's distribution after
+        a twin, the draft's distribution, or their mean.
         """
         if self._model_only:
             return self._guess(nodes)
@@ -230,9 +228,9 @@ class DraftPredictions:
             self._reader.keep(leaves, below)
 
     def _guess(self, nodes: Sequence[Node]) -> Continuations:
-        """Return the draft's own distribution after each node."""
+        """Return the draft's own distribution after each node; empty without a draft."""
         if self._reader is None or self._distribution is None:
-            return nothing_foreseen(len(nodes), self._target.model.vocab_size)
+            return no_continuations(len(nodes), self._target.model.vocab_size)
         self._reader.read(nodes)
         packed_RX = self._reader.tree.readings(nodes)
         if packed_RX is None:
@@ -240,11 +238,11 @@ class DraftPredictions:
         return self._distribution.unpacked(packed_RX, nodes, self._reader.logits)
 
     def _best_twin(self, node: Node) -> tuple[Node | None, int]:
-        """Return the node with the best guess, itself if possible, and how many tokens the two share."""
+        """Return the node's best twin, which may be itself, and how many last tokens the two share."""
         if node in self._target and self._target.knows(node):
             return node, self.trusted
         for twin, shared in self.twins.of(node):
-            # Averaging full distributions takes longer than a hint is worth.
+            # Averaging full distributions would take longer than a hint is worth.
             useful = shared >= self.trusted or self._target.distribution.is_short
             if useful and self._target.knows(twin):
                 return twin, shared

@@ -1,4 +1,4 @@
-"""Drafts on a tree of beams: models and feature heads."""
+"""How drafts, models and feature heads, read a tree of beams."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -20,94 +20,77 @@ from polydraft.trees import Block, causal_block
 
 
 class TreeReader(ABC):
-    """A draft for one request."""
-
-    name: str
-    vocabulary: PartialVocabulary | None
-    """Which tokens the columns of its logits are, if not all."""
+    """A draft at work on one request."""
 
     reads_features: ClassVar[bool] = False
-    """Whether it needs the target's features of the prompt, see `observe`."""
+    """Whether it needs the target's features of the prompt; if so, `observe` receives them."""
+    tree: SlotTree
+    """The nodes that the draft has read."""
+
+    def __init__(self, draft: LanguageModel | Head) -> None:
+        self._draft, self.name = draft, draft.name
+        self.vocabulary: PartialVocabulary | None = draft.vocabulary
+        """The tokens of its logits' columns; None if the columns are all tokens."""
 
     def observe(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_1TF: Tensor) -> None:
-        """Receive the target's features of the prompt, except its last token, in chunks."""
+        """Receive the target's features of the prompt without its last token, in chunks."""
         raise NotImplementedError
 
     @abstractmethod
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
-        """Read the prompt; `root` is its last token, and `target` has the features of nodes that the target has passed."""
-
-    @abstractmethod
-    def read(self, nodes: Sequence[Node]) -> None:
-        """Pass nodes and their missing ancestors."""
-
-    @abstractmethod
-    def head(self, features_RF: Tensor) -> Tensor:
-        """Return the logits for features."""
-
-    def logits(self, nodes: Sequence[Node]) -> Tensor:
-        """Return the logits after each node; nodes that were not read are read first."""
-        self.read(nodes)
-        return self.head(self.tree.features(nodes))
-
-    @property
-    @abstractmethod
-    def tree(self) -> SlotTree:
-        """The nodes that it has read."""
-
-    @abstractmethod
-    def keep(self, leaves: Sequence[Node], below: Sequence[Node] = ()) -> None:
-        """Keep the texts that continue after a round; nodes `below` them are drafts under verification."""
-
-
-class ModelReader(TreeReader):
-    """A draft model. Nodes that survive a round are not read again."""
-
-    def __init__(self, model: LanguageModel, memory: BeamMemory | None = None) -> None:
-        self.name, self.vocabulary, self._model = model.name, model.vocabulary, model
-        self._memory = memory or BeamMemory(model, graphs=False)
-        self._tree: SlotTree | None = None
-
-    def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
-        self._memory.context.prefill([prompt[:-1]])
-        memory = self._memory
-        self._tree = SlotTree(memory.context, memory.bank, graphs=memory.graphs, sizes=memory.sizes)
-
-    @property
-    def tree(self) -> SlotTree:
-        assert self._tree is not None, "begin() comes first"
-        return self._tree
+        """Read the prompt; `root` is its last token, and `target` has the features of nodes that the target has read."""
 
     def read(self, nodes: Sequence[Node]) -> None:
+        """Read nodes and their missing ancestors."""
         self.tree.read(nodes)
 
     def head(self, features_RF: Tensor) -> Tensor:
-        return self._model.head(features_RF)
+        """Return the logits for features."""
+        return self._draft.head(features_RF)
+
+    def logits(self, nodes: Sequence[Node]) -> Tensor:
+        """Return the logits after each node; read nodes first if needed."""
+        self.read(nodes)
+        return self.head(self.tree.features(nodes))
 
     def keep(self, leaves: Sequence[Node], below: Sequence[Node] = ()) -> None:
+        """Keep the texts that continue after a round; nodes `below` them are drafts under verification."""
         self.tree.keep(leaves, below)
 
 
-class HeadReader(TreeReader):
-    """A feature head, which reads the target's features; see `polydraft.draft.head_source` for its entries.
+class ModelReader(TreeReader):
+    """Reads with a draft model. Nodes that survive a round are not read again."""
 
-    A node's entry joins its token with the target's features of its parent. Inside a forest these are unknown and replaced by
-    the head's own outputs; such entries are guesses, and are read again after the target has passed their parents.
+    def __init__(self, model: LanguageModel, memory: BeamMemory | None = None) -> None:
+        super().__init__(model)
+        memory = memory or BeamMemory(model, graphs=False)
+        self.tree = SlotTree(memory.context, memory.bank, graphs=memory.graphs, sizes=memory.sizes)
+
+    def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
+        """Read the prompt, except its last token."""
+        self.tree.context.prefill([prompt[:-1]])
+
+
+class HeadReader(TreeReader):
+    """Reads with a feature head, which uses the target's features; see `polydraft.draft.head_source` for its entries.
+
+    A node's entry joins its token with the target's features of its parent. Inside a forest these are unknown, so the head's
+    own outputs replace them. Such entries are guesses, and are read again once the target has read their parents.
     """
 
     reads_features = True
 
     def __init__(self, head: Head, memory: BeamMemory | None = None) -> None:
-        self.name, self.vocabulary, self._head = head.name, head.vocabulary, head
-        memory = memory or BeamMemory(head, graphs=False)
+        super().__init__(head)
+        self._head, memory = head, memory or BeamMemory(head, graphs=False)
         assert isinstance(memory.context, Entries)
         self._context = memory.context
         inputs = Inputs(self._feature_rows, lambda: self._target and self._target.bank.place)
-        self._tree = SlotTree(
+        self.tree = SlotTree(
             self._context, memory.bank, forward=self._read, inputs=inputs, graphs=memory.graphs, sizes=memory.sizes
         )
         self._begun = False
-        """Whether something precedes the root."""
+        """Whether the prompt has tokens before the root."""
         self._root: Node | None = None
         self._target: SlotTree | None = None
         self._guesses: list[Node] = []
@@ -118,7 +101,7 @@ class HeadReader(TreeReader):
         self._observed.append(features_1TF[:, : counts[0]])
 
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
-        """Read the entries of the prompt, without its last token's."""
+        """Read the entries of the prompt, except that of its last token."""
         self._target, self._root, device = target, root, self._head.device
         if not self._observed:
             return
@@ -135,29 +118,21 @@ class HeadReader(TreeReader):
                 self._context.rewind([position])
         self._observed = []
 
-    @property
-    def tree(self) -> SlotTree:
-        return self._tree
-
     def read(self, nodes: Sequence[Node]) -> None:
-        """Pass the entries of nodes and of their missing ancestors."""
+        """Read the entries of nodes and of their missing ancestors."""
         self._take_back()
         for level in self._levels(nodes):
-            self._tree.read(level)
+            self.tree.read(level)
 
     def _take_back(self) -> None:
-        """Forget the entry of a text's first token once the target has passed it: training has no such entry."""
+        """Forget the entry of a text's first token once the target has read it, because training has no such entry."""
         if self._root is not None and not self._begun and self._root in self._passed:
-            self._tree.pretend(self._root)
-
-    def head(self, features_RF: Tensor) -> Tensor:
-        """Apply the head's part of the target's output head."""
-        return self._head.head(features_RF)
+            self.tree.pretend(self._root)
 
     def _levels(self, nodes: Sequence[Node]) -> list[list[Node]]:
-        """Return nodes by level, since a guess needs the head's output for its parent first."""
+        """Return nodes level by level, because a guess needs the head's output for its parent."""
         levels: dict[int, dict[Node, None]] = {}
-        passed, read = self._passed, self._tree.bank.rows
+        passed, read = self._passed, self.tree.bank.rows
         for leaf in nodes:
             node = leaf
             levels.setdefault(node.depth, {})[node] = None
@@ -168,7 +143,7 @@ class HeadReader(TreeReader):
 
     @property
     def _passed(self) -> Mapping[Node, int]:
-        """Nodes that the target has passed, with the rows of their features; their children's entries are no guesses."""
+        """Nodes that the target has read, with the rows of their features; entries of their children are not guesses."""
         assert self._target is not None, "begin() comes first"
         return self._target.bank.rows
 
@@ -176,12 +151,12 @@ class HeadReader(TreeReader):
         return self._context.read(tokens_1T, self._joined(known_1T[0], guessed_1T[0])[None], block)
 
     def _feature_rows(self, nodes: Sequence[Node]) -> Indices:
-        """Return the rows of the features that entries join with their tokens: in the target's bank, and in the head's own."""
-        passed, read = self._passed, self._tree.bank.rows
+        """Return the rows of the features that entries use, in the target's bank and in the head's own."""
+        passed, read = self._passed, self.tree.bank.rows
         known, guessed = [NOWHERE] * len(nodes), [NOWHERE] * len(nodes)
         for index, node in enumerate(nodes):
             if node.parent is None:
-                known[index] = BEFORE if self._begun else NOWHERE  # nothing precedes the entry of a text's only token
+                known[index] = BEFORE if self._begun else NOWHERE  # a prompt of one token has nothing before the root
             elif node.parent in passed:
                 known[index] = passed[node.parent]
             else:
@@ -190,11 +165,11 @@ class HeadReader(TreeReader):
         return np.array([known, guessed])
 
     def _joined(self, known_T: Tensor, guessed_T: Tensor) -> Tensor:
-        """Return the features `[T, H]` in rows of the two banks; zeros where there are none."""
+        """Return the features `[T, H]` in rows of the two banks, with zeros for rows that are `NOWHERE`."""
         assert self._target is not None, "begin() comes first"
-        head, (own_NH, theirs_NF) = self._head, (self._tree.bank.values_NF, self._target.bank.values_NF)
+        head, (own_NH, theirs_NF) = self._head, (self.tree.bank.values_NF, self._target.bank.values_NF)
         joined_TH = torch.zeros(len(known_T), head.hidden_size, dtype=head.dtype, device=head.device)
-        if can_sync(joined_TH) and not self._tree.captures:
+        if can_sync(joined_TH) and not self.tree.captures:
             # Compute only the rows that are needed.
             for rows_T, bank, ready in ((guessed_T, own_NH, lambda own_RH: own_RH), (known_T, theirs_NF, head.fused)):
                 here_T = rows_T >= 0
@@ -209,13 +184,13 @@ class HeadReader(TreeReader):
         return joined_TH
 
     def keep(self, leaves: Sequence[Node], below: Sequence[Node] = ()) -> None:
-        """Forget dead nodes, and all guesses, to read them again with the target's features."""
+        """Forget dead nodes, and all guesses, so that they are read again with the target's features."""
         self._take_back()
-        self._tree.forget(self._guesses)
+        self.tree.forget(self._guesses)
         self._guesses = []
-        self._tree.keep(leaves)
+        self.tree.keep(leaves)
 
 
 def tree_reader(draft: LanguageModel | Head, memory: BeamMemory | None = None) -> TreeReader:
-    """Return the reader for a draft, in this memory if it is given."""
+    """Return the reader for a draft; it uses the given memory, if any."""
     return HeadReader(draft, memory) if isinstance(draft, Head) else ModelReader(draft, memory)

@@ -1,4 +1,4 @@
-"""One request with beams, from its prompt to its finished texts: what search and sampling have in common."""
+"""One request with beams, from its prompt to its finished texts: the parts that search and sampling share."""
 
 import time
 import weakref
@@ -19,7 +19,7 @@ from polydraft.errors import FailureError
 from polydraft.models import Head, LanguageModel
 from polydraft.sampling import SamplingParams
 
-_NEWS = 0.2
+_LAST_WEIGHT = 0.2
 """Weight of the last round in the running mean of accepted layers."""
 
 Choose = Callable[[Continuations, list[Beam]], list[int]]
@@ -28,11 +28,11 @@ Choose = Callable[[Continuations, list[Beam]], list[int]]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BeamRequest:
-    """What a run decodes."""
+    """Everything that a run needs to know."""
 
     target: LanguageModel
     draft: LanguageModel | Head | None = None
-    """Without one every round is one step of plain beam decoding, unless `options.twins` is set, which ignores it."""
+    """Ignored if `options.twins` is set. Without draft and twins, every round is one step of plain beam decoding."""
     prompt: Sequence[int]
     params: SamplingParams
     options: BeamOptions
@@ -49,7 +49,7 @@ class BeamRequest:
         return Ends(self.eos_token_ids, longest, reason, self.stops)
 
     def distribution(self, reader: TreeReader | None, best: int | None) -> DistributionMaker:
-        """Return how logits of the target, or of a draft, become distributions."""
+        """Return the maker of the target's distributions or, given its reader, of the draft's."""
         return DistributionMaker(
             self.params,
             self.prompt,
@@ -63,13 +63,13 @@ class BeamRequest:
 
 @dataclass(frozen=True, eq=False)
 class ForestLayer:
-    """Draft beams of one step, and the distribution they were drawn from."""
+    """Draft beams of one step, and the distribution that they were drawn from."""
 
     parents: list[Beam]
-    """Unfinished draft beams of the layer before, or the input beams: rows of the distribution."""
+    """The input beams, or the unfinished draft beams of the layer before: the rows of `continuations`."""
     continuations: Continuations
     drawn: list[int]
-    """Its entries that were drawn, in draw order."""
+    """Entries of `continuations` that were drawn, in draw order."""
     beams: list[Beam]
     """The drawn entries as beams, in the same order."""
 
@@ -85,10 +85,10 @@ def grow_forest(
 
     Notes
     -----
-    Input beams start with the target's scores, which are known, not with the draft's as in the paper: verification is exact
-    whatever drafts are drawn from, and this distribution is closer to the target's. Also, the draft's truncation may rule out
-    tokens that the target has emitted. Finished draft beams have no children, nor have beams without a guess; the forest ends
-    when that is all of them.
+    Input beams start with the target's scores, which are known, and not with the draft's as in the paper: verification is exact
+    whatever drafts are drawn from, and this distribution is closer to the target's. Also, the draft's truncation may exclude
+    tokens that the target has emitted. Finished draft beams have no children, and neither do beams without a guess; the forest
+    ends when no beam has children.
     """
     layers: list[ForestLayer] = []
     parents = list(beams)
@@ -109,7 +109,7 @@ def grow_forest(
 
 
 def close_draws(drawn: Sequence[Beam], options: BeamOptions, ends: Callable[[Node], bool]) -> tuple[list[Beam], list[Beam]]:
-    """Return the beams that continue and those that have ended, given a step's draws in order."""
+    """Split a step's draws, which come in draw order, into beams that continue and beams that have ended."""
     running = [beam for beam in drawn if not ends(beam.node)]
     if options.draws == Draws.HUGGING_FACE:  # only the first W may end, and only the W best of the others continue
         running = sorted(running, key=lambda beam: -beam.score)[: options.beams]
@@ -124,13 +124,13 @@ class _Launched:
     layers: list[ForestLayer]
     nodes: list[Node]
     replayed: int
-    """How many passes were replayed from a capture."""
+    """Passes replayed from a capture."""
 
 
 class BeamRun(ABC):
-    """Rounds of a draft forest, one target pass, and as many steps of beam decoding as that pass allows.
+    """Decodes in rounds: grow a draft forest, read it in one target pass, take all steps that this pass allows.
 
-    A workspace holds idle memories of the request's models, to be reused.
+    The workspace holds the caches of the request's models, so that later requests can reuse them.
     """
 
     def __init__(self, request: BeamRequest, workspace: BeamWorkspace | None = None) -> None:
@@ -142,9 +142,9 @@ class BeamRun(ABC):
         self.beams = [Beam(root, 0.0)]
         """Running beams, all of the same length."""
         self.pass_of_step: list[int] = []
-        """Which target pass each step was taken from."""
+        """The round of each step."""
         self._reach = float(self.options.depth_of_drafts)
-        """Layers that a round accepts, as a running mean."""
+        """Running mean of the layers that a round accepts."""
         self._cancelled = False
         self._launched: _Launched | None = None
         self._workspace = workspace or BeamWorkspace(request.target, request.draft, graphs=False)
@@ -163,20 +163,20 @@ class BeamRun(ABC):
         with self.stats.clock("prefill"), work.at_work():
             memory = work.target_memory
             memory.context.prefill([prompt[:-1]], reader.observe if reader is not None and reader.reads_features else None)
-            keeps = self.options.twins or (reader is not None and not self.options.model_only)
+            alone = self.options.model_only
+            keeps = self.options.twins or (reader is not None and not alone)
             self.target = TargetPredictions(request.target, memory, own, packs=work.packs, keeps=keeps)
             self.draft: DraftPredictions | None = None
             if reader is not None:
                 reader.begin(prompt, root, self.target.tree)
                 drafted = request.distribution(reader, self._best(of_draft=True))
-                alone = self.options.model_only
                 self.draft = DraftPredictions(self.target, prompt, reader, drafted, packs=work.packs, model_only=alone)
             elif self.options.twins:
                 self.draft = DraftPredictions(self.target, prompt)
 
     @abstractmethod
     def _best(self, *, of_draft: bool) -> int | None:
-        """How many of a text's best continuations, by the target or the draft, can matter; None for all of them."""
+        """Return how many of a text's best continuations can matter, by the target or the draft; None for all."""
 
     @abstractmethod
     def _choose_drafts(self, continuations: Continuations, parents: list[Beam]) -> list[int]:
@@ -184,7 +184,7 @@ class BeamRun(ABC):
 
     @abstractmethod
     def _verify(self, layers: list[ForestLayer]) -> int:
-        """Take as many steps as the target's pass allows, and return their number."""
+        """Take as many steps as the target's pass allows; return their number."""
 
     @property
     def draft_name(self) -> str | None:
@@ -193,9 +193,9 @@ class BeamRun(ABC):
 
     @property
     def _candidates(self) -> int:
-        """Continuations per step, by Hugging Face's rule: enough that W continue, however many are end tokens.
+        """Continuations per step, by Hugging Face's rule: enough for W beams to continue, however many end with an end token.
 
-        Stop strings may end more of them; then fewer than W beams continue, or none.
+        Stop strings may end more of them. Then fewer than W beams continue, or none.
         """
         return max(2, 1 + len(self.ends.eos_token_ids)) * self.options.beams
 
@@ -206,7 +206,7 @@ class BeamRun(ABC):
 
     @property
     def done(self) -> bool:
-        """Whether no beam goes on."""
+        """Whether decoding is over: no beam is running, or the run was cancelled."""
         return not self.beams or self._cancelled
 
     @property
@@ -216,7 +216,7 @@ class BeamRun(ABC):
 
     @torch.inference_mode()
     def step(self) -> None:
-        """Run one round. If distributions come with the pass, the next pass has been launched when this returns."""
+        """Run one round; if the target's passes bring distributions along, also launch the next pass."""
         if self._workspace.spoiled:
             raise FailureError("a round of these beams was interrupted and its state is unknown; start the request again")
         with self._workspace.at_work():
@@ -228,12 +228,12 @@ class BeamRun(ABC):
                 self._tidy()
 
     def _launch(self) -> _Launched:
-        """Grow a forest with the draft, and launch the target's pass over it."""
+        """Let the draft grow a forest, and launch the target's pass over it."""
         with self.stats.clock("draft"):
             layers = self._grow(self._depth()) if self.draft is not None else []
         with self.stats.clock("target"):
             nodes = [beam.node for beam in self.beams]
-            # No step asks for the distribution after a text that has ended.
+            # No step needs the distribution after a text that has ended.
             nodes += [beam.node for layer in layers for beam in layer.beams if not self.ends.at(beam.node)]
             nodes = list(dict.fromkeys(nodes))
             tree = self.target.tree
@@ -242,7 +242,7 @@ class BeamRun(ABC):
         return _Launched(layers, nodes, tree.replayed_passes - replayed)
 
     def _depth(self) -> int:
-        """Return the layers to draft: one more than recent rounds accepted. It depends only on the past."""
+        """Return how many layers to draft: one more than recent rounds accepted. It depends only on the past."""
         room = self.ends.longest - self.length - 1
         worth = self.options.depth_of_drafts if self.options.model_only else int(self._reach + 1.5)
         return min(self.options.depth_of_drafts, worth, room)
@@ -261,16 +261,16 @@ class BeamRun(ABC):
         with stats.clock("verify"):
             steps = self._verify(layers)
         if layers:
-            # A forest that was accepted to its end might have gone on.
+            # If the whole forest was accepted, more layers might have been.
             found = steps - 1 + (steps > len(layers))
-            self._reach += _NEWS * (found - self._reach)
+            self._reach += _LAST_WEIGHT * (found - self._reach)
         stats.count(steps - 1, min(steps, len(layers)))
         stats.rounds += 1
         stats.replayed_rounds += launched.replayed
         stats.total_seconds = time.perf_counter() - self._started
 
     def _tidy(self) -> None:
-        """Free what no beam needs, while the device works on the next pass, if there is one."""
+        """Free memory that no beam needs, while the device works on the next pass, if one was launched."""
         with self.stats.clock("commit"):
             leaves, below = [beam.node for beam in self.beams], [] if self._launched is None else self._launched.nodes
             self.target.tree.keep(leaves, below)
@@ -279,13 +279,13 @@ class BeamRun(ABC):
                 self.draft.keep(leaves, below)
 
     def _child(self, beams: Sequence[Beam], continuations: Continuations, entry: int, total: float) -> Beam:
-        """Continue a beam."""
+        """Return the beam that an entry of its continuations makes."""
         node = beams[int(continuations.rows_X[entry])].node.child(int(continuations.tokens_X[entry]))
         node.log_prob = float(continuations.log_probs_X[entry])
         return Beam(node, total)
 
     def _close(self, drawn: Sequence[Beam]) -> None:
-        """End a step with these draws, in order."""
+        """End a step with these draws, given in draw order."""
         self._finish_step(*close_draws(drawn, self.options, self.ends.at))
 
     def _finish_step(self, running: Sequence[Beam], ended: Sequence[Beam]) -> None:
@@ -306,11 +306,11 @@ class BeamRun(ABC):
         self.beams = [] if enough else list(running)
 
     def settled(self) -> list[Node]:
-        """Return the prefix shared by all texts that can still win."""
+        """Return the prefix that all texts that can still win share."""
         return common_path([beam.node for beam in self.beams] + [one.node for one in self.pool.best])
 
     def cancel(self) -> None:
-        """Stop here: running beams count as finished."""
+        """Stop; running beams count as finished."""
         if not self.done:
             for beam in self.beams:
                 if beam.node.depth:

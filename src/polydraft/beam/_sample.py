@@ -1,7 +1,7 @@
-"""Beam sampling, speculatively: Dynamic-width Speculative Beam Decoding [1]_, corrected.
+"""Speculative beam sampling: Dynamic-width Speculative Beam Decoding [1]_, corrected.
 
 Algorithm 1 of the paper is `SampleRun._verify` (the loop over layers) and `verify_layer` (one layer); its equations 2 to 7 are
-`dynamic_width`. docs/beams.md lists every deviation from the printed text and what it costs to leave it out.
+`dynamic_width`. docs/beams.md lists every deviation from the printed text, and what happens without it.
 
 References
 ----------
@@ -25,7 +25,7 @@ _FEW_ENTRIES = 4096
 
 
 class Chance(ABC):
-    """The random decisions of a run; tests enumerate them."""
+    """The random decisions of a run; an interface, so that tests can enumerate them."""
 
     @abstractmethod
     def accepts(self, target: float, draft: float) -> bool:
@@ -33,11 +33,11 @@ class Chance(ABC):
 
     @abstractmethod
     def draw(self, weights_X: Floats, count: int, *, distinct: bool) -> list[int]:
-        """Draw entries in proportion to their weights, in draw order; fewer if distinct ones run out."""
+        """Draw entries in proportion to their weights; return them in draw order, and fewer if distinct ones run out."""
 
 
 class RandomChance(Chance):
-    """Decisions by a generator's random numbers."""
+    """Decides by the random numbers of a generator."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -68,13 +68,13 @@ class RandomChance(Chance):
 
 def _found(sums_X: Floats, weights_X: Floats, number: float) -> int:
     index = min(int(np.searchsorted(sums_X, number * sums_X[-1], side="right")), len(sums_X) - 1)
-    while weights_X[index] <= 0:  # rounding may step past the last entry with weight
+    while weights_X[index] <= 0:  # rounding may go past the last entry with weight
         index -= 1
     return index
 
 
 def acceptance_chances(target_probs_U: Floats, draft_probs_U: Floats, drafts: int) -> list[float]:
-    """Return α_j, the probability that the j-th draft is accepted after all before it were rejected (eq. 4)."""
+    """Return α_j, the probability that the j-th draft is accepted given that all before it were rejected (eq. 4)."""
     chances, residual_U = [], target_probs_U
     for _ in range(drafts):
         chances.append(min(float(np.minimum(residual_U, draft_probs_U).sum()), 1.0))
@@ -87,7 +87,7 @@ def count_distribution(chances: list[float]) -> Floats:
 
     Notes
     -----
-    P(m, 0) = ∏ (1 - α_j), which the paper leaves out. After an acceptance everything starts anew with the remaining drafts, so
+    P(m, 0) = ∏ (1 - α_j), which the paper omits. An acceptance restarts the process with the remaining drafts, so
     P(m, k) = Σ_i α_i ∏_{j<i} (1 - α_j) P(m - i, k - 1).
     """
     total = len(chances)
@@ -107,7 +107,7 @@ def dynamic_width(target_probs_U: Floats, draft_probs_U: Floats, drafts: int, *,
     Notes
     -----
     The sum of eq. 5 starts at k = 0. The width depends on the distributions and the number of drafts, never on the drafts
-    themselves, which would change the distribution of the beams. For distinct drafts the recursion is only an estimate, which
+    themselves: that would change the distribution of the beams. For distinct drafts the recursion is only an estimate, which
     does not affect exactness.
     """
     chances = count_distribution(acceptance_chances(target_probs_U, draft_probs_U, drafts))
@@ -123,9 +123,9 @@ class LayerVerdict:
     outputs: list[int]
     """Entries of the universe, accepted drafts first."""
     drafts: list[int]
-    """Which drafts were accepted; further outputs were drawn anew."""
+    """Which drafts were accepted; the other outputs were drawn anew."""
     complete: bool
-    """Whether all outputs are drafts, so that the next layer can be verified."""
+    """Whether all outputs are drafts, so that the next layer can be verified too."""
 
 
 def verify_layer(
@@ -138,17 +138,17 @@ def verify_layer(
     target_probs_U, draft_probs_U : array
         The beam distributions of target and draft over the universe: all pairs of a surviving beam and a token.
     drafts : sequence of int
-        What the draft drew, in draw order, without orphans (drafts below a rejected beam).
+        Entries that the draft drew, in draw order, without orphans (drafts below a rejected beam).
     width : int
         Number of beams wanted; must not depend on which drafts were drawn.
     distinct : bool
-        Whether drafts are drawn without replacement and outputs shall be; otherwise both are independent.
+        True if drafts are drawn without replacement, and outputs are to be as well; false if both are independent.
 
     Notes
     -----
     Deviations from the printed algorithm, each needed for exactness (tests/beam/test_layer.py): a draft is accepted with
-    probability min(1, p'/q), printed upside down; q is normalised over the surviving beams; for distinct beams q loses every
-    draft after its turn, accepted or not, and p every output.
+    probability min(1, p'/q), which is printed upside down; q is normalised over the surviving beams; for distinct beams, each
+    draft is removed from q after its turn, accepted or not, and each output from p.
 
     Guarantee: outputs are independent draws from the target's distribution, or successive ones without replacement.
     """
@@ -178,7 +178,7 @@ def verify_layer(
 
 
 def _residual(target_U: Floats, draft_U: Floats) -> Floats:
-    """Return norm(max(p' - q, 0)), or p' if rounding leaves nothing of it."""
+    """Return norm(max(p' - q, 0)), or p' if rounding leaves no mass."""
     left_U = np.maximum(target_U - draft_U, 0.0)
     total = left_U.sum()
     return left_U / total if total > 0 else target_U
@@ -193,13 +193,13 @@ def _without(probs_U: Floats, entry: int) -> Floats:
 
 
 class SampleRun(BeamRun):
-    """Beam sampling; a layer of the draft's forest that yields enough beams is a step without a pass of its own.
+    """Beam sampling; each layer of the draft's forest that yields enough beams saves a target pass.
 
     Notes
     -----
     With a fixed width, beams have exactly the distribution of plain beam sampling. With a width threshold, each layer's beams
-    have the beam distribution given its width, which depends on earlier layers only; whole texts then have another distribution
-    than with any fixed width.
+    have the beam distribution given its width, which depends only on earlier layers; whole texts then have a distribution that
+    no fixed width gives.
     """
 
     def __init__(self, request: BeamRequest, chance: Chance, workspace: BeamWorkspace | None = None) -> None:
@@ -225,7 +225,7 @@ class SampleRun(BeamRun):
                 self._keep_one_cache()
                 return steps
             survivors = following
-        # Lines 32 to 34: all layers were accepted, and the pass allows one step more.
+        # Lines 32 to 34: all layers were accepted, so the pass allows one more step.
         continuations = self.target.after([beam.node for beam in self.beams])
         totals_X = continuations.totals(self.beams)
         drawn = self._chance.draw(normalised(totals_X), self._width, distinct=self._distinct)
@@ -236,8 +236,8 @@ class SampleRun(BeamRun):
     def _verify_layer(self, layer: ForestLayer, survivors: Sequence[int]) -> list[int] | None:
         """Take a step by verifying a layer (lines 5 to 31).
 
-        `survivors` are the places of the running beams among the layer's parents; what is returned are their places among the
-        next layer's parents, or None if verification ends here.
+        `survivors` are the places of the running beams among the layer's parents. Return the places of the new running beams
+        among the next layer's parents, or None if verification ends here.
         """
         continuations = self.target.after([beam.node for beam in self.beams])
         totals_X = continuations.totals(self.beams)
@@ -268,12 +268,12 @@ class SampleRun(BeamRun):
 
     def _layer_width(self, target_probs_U: Floats, draft_probs_U: Floats, drafts: int) -> int:
         threshold = self.options.width_threshold
-        if threshold is None or not drafts:  # no draft survives: as wide as a layer without drafts
+        if threshold is None or not drafts:  # if no draft survives, use the width of a layer without drafts
             return self._width
         return dynamic_width(target_probs_U, draft_probs_U, drafts, threshold=threshold, least=self.options.min_width or 1)
 
     def _keep_one_cache(self) -> None:
-        """With `one_cache`, go on with the beam of lowest perplexity alone (section 3.4); all are equally long."""
+        """With `one_cache`, continue only with the beam of lowest perplexity (section 3.4); all are equally long."""
         if self.options.one_cache and self.beams:
             self.beams = [max(self.beams, key=lambda beam: beam.score)]
 
@@ -284,7 +284,7 @@ def _position(sorted_X: Indices, entry: int) -> int | None:
 
 
 class _Universe:
-    """All pairs of a surviving beam and a token, numbered once for target and draft."""
+    """All pairs of a surviving beam and a token, with the same numbers for target and draft."""
 
     def __init__(self, target: Continuations, draft: Continuations) -> None:
         self.target_U, self.draft_U = target.keys(), draft.keys()
@@ -297,13 +297,13 @@ class _Universe:
         self._entry_of[self.target_U] = np.arange(len(self.target_U))
 
     def target_entry(self, output: int) -> int:
-        """Return which of the target's continuations an output is."""
+        """Return the entry of the target's continuations that an output stands for."""
         entry = int(self._entry_of[output])
         assert entry >= 0, "an output without mass"
         return entry
 
     def spread(self, places_X: Indices, probs_X: Floats) -> Floats:
-        """Return the distribution over the universe of entries at some places."""
+        """Return probabilities at some places as a distribution over the universe."""
         spread_U = np.zeros(self._size)
         spread_U[places_X] = probs_X
         return spread_U

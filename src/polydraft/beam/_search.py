@@ -1,4 +1,4 @@
-"""Beam search, and beam sampling as search over noisy scores: the texts of plain decoding in fewer target passes.
+"""Speculative beam search, and beam sampling as a search over noisy scores: the texts of plain decoding in fewer passes.
 
 References
 ----------
@@ -24,19 +24,19 @@ _MASK = 2**64 - 1
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """Constants of the SplitMix64 generator [1]."""
 _FEW_TOTALS = 1024
-"""Up to this many, sorting all takes no longer than selecting the largest first."""
-_LOOKS = 4
-"""Continuations examined per place of a forest if stop strings may end some."""
+"""Up to this many totals, sorting all is as fast as selecting the largest first."""
+_EXAMINED = 4
+"""Continuations to examine for each wanted one, if stop strings may end some of them."""
 
 
 class SearchRun(BeamRun):
-    """Beam search whose steps need no target pass of their own while all beams that matter lie in the draft's forest.
+    """Beam search that takes further steps without another target pass while all beams that matter are in the draft's forest.
 
     Notes
     -----
-    The draft runs its own, wider beam search, and the target passes the whole forest at once. A step needs only the target's
-    distributions after the W running beams. A beam outside the forest, whose distribution is unknown, does no harm if W
-    continuations of the others score higher than that beam: scores only fall, so none of its continuations would be kept. So
+    The draft runs its own, wider beam search, and one target pass reads the whole forest. A step needs the target's
+    distributions after the W running beams. A beam outside the forest, whose distribution is unknown, does not matter if W
+    continuations of other beams score higher than it does: scores only fall, so none of its continuations would be kept. So
     every step is a step of plain beam search, up to the rounding of matrix products of another shape.
     """
 
@@ -48,10 +48,11 @@ class SearchRun(BeamRun):
         return self._promising(totals_X, continuations, parents, self.options.width_of_drafts)
 
     def _promising(self, totals_X: Floats, continuations: Continuations, parents: list[Beam], count: int) -> list[int]:
-        """Return the entries with the largest totals, except those whose distribution no step will need.
+        """Return the entries with the largest totals, except those that no step will continue.
 
-        Nothing follows texts that end. Continuations of running beams that the target has passed have the target's own totals:
-        they are left out if enough others of that kind are larger. Their places go to continuations that have to be guessed.
+        Texts that end are not continued. For running beams that the target has passed, continuations have the target's own
+        totals, so we know the least total that a step keeps, and leave out smaller ones. That makes room for continuations of
+        beams whose distribution is only a guess.
         """
         ends_X = np.zeros(len(totals_X), dtype=bool)
         for token in self.ends.eos_token_ids:
@@ -71,9 +72,9 @@ class SearchRun(BeamRun):
     def _open(
         self, totals_X: Floats, entries_X: Indices, continuations: Continuations, parents: list[Beam], count: int
     ) -> list[int]:
-        """Return the given entries with the largest totals, except those that a stop string ends.
+        """Return those of the given entries with the largest totals, except texts that end with a stop string.
 
-        They are fewer if strings end most of them: a forest need not be full, and each check decodes a text.
+        Return fewer if most of them do: a forest need not be full, and each check decodes a text.
         """
         if not self.ends.stops.any:
             best: list[int] = entries_X[largest(totals_X[entries_X], count)].tolist()
@@ -82,16 +83,16 @@ class SearchRun(BeamRun):
         def child(entry: int) -> Node:
             return parents[int(continuations.rows_X[entry])].node.child(int(continuations.tokens_X[entry]))
 
-        looked_at = (int(entries_X[entry]) for entry in largest(totals_X[entries_X], _LOOKS * count))
-        return list(islice((entry for entry in looked_at if not self.ends.stops.found(child(entry))), count))
+        examined = (int(entries_X[entry]) for entry in largest(totals_X[entries_X], _EXAMINED * count))
+        return list(islice((entry for entry in examined if not self.ends.stops.found(child(entry))), count))
 
     @property
     def _kept(self) -> int:
-        """Most continuations that a step keeps: one with this many larger ones is out."""
+        """Most continuations that a step keeps."""
         return self.options.beams
 
     _ends_are_extra: ClassVar[bool] = True
-    """Whether texts that end do not count towards `_kept`."""
+    """Whether texts that end are kept in addition to `_kept` others."""
 
     def _verify(self, layers: list[ForestLayer]) -> int:
         drafted = {beam.node for layer in layers for beam in layer.beams}
@@ -107,7 +108,7 @@ class SearchRun(BeamRun):
         return steps
 
     def _take_step(self, known: list[Beam], unknown: list[Beam], drafted: set[Node]) -> bool:
-        """Take a step, unless continuations of unknown beams might be among its candidates."""
+        """Take a step and return True, unless continuations of unknown beams might be among its candidates."""
         continuations = self.target.after([beam.node for beam in known])
         totals_X = continuations.totals(known)
         candidates = [
@@ -120,21 +121,21 @@ class SearchRun(BeamRun):
             return False
         for beam in candidates:
             beam.node.drafted = beam.node in drafted
-        # Texts that end count only among the best W; further candidates are there so that enough beams go on.
+        # Texts that end count only if they are among the best W; further candidates only ensure that enough beams go on.
         self._finish_step(running, [beam for beam in candidates[: self.options.beams] if self.ends.at(beam.node)])
         return True
 
 
 class CoupledRun(SearchRun):
-    """Sampling of distinct beams whose draft shares the target's noise.
+    """Samples distinct beams, with noise that draft and target share.
 
     Notes
     -----
-    A step of the target draws without replacement by taking the largest noisy scores. The draft takes more of its own largest
-    scores with the same noise; if these contain all beams that matter, the step needs no pass of its own. As in search, a beam
-    outside the forest does no harm if its largest noisy score, which is bounded before its distribution is known, is too small.
-    Draws depend only on the target's distribution and the noise, so the texts are those of the same run without a draft: exact
-    whatever the draft, and nothing is rejected. This is not in the paper, whose layers accept fewer beams.
+    A target step draws without replacement by taking the largest noisy scores. The draft takes more of its own largest scores
+    with the same noise; if these include all beams that matter, the step needs no other pass. As in search, a beam outside the
+    forest does not matter if its largest noisy score is too small; that has a bound that needs no distribution. Draws depend
+    only on the target's distribution and the noise, so the texts equal those of the same run without a draft: they are exact
+    whatever the draft is, and nothing is rejected. This is not in the paper, whose layers accept fewer beams.
     """
 
     def __init__(self, request: BeamRequest, generator: torch.Generator, workspace: BeamWorkspace | None = None) -> None:
@@ -154,14 +155,14 @@ class CoupledRun(SearchRun):
         noisy_X = self._noise.perturbed(continuations, parents)
         if self.options.draws != Draws.HUGGING_FACE:
             return self._promising(noisy_X, continuations, parents, self.options.width_of_drafts)
-        # As in the target's step, the draws with the best scores go on.
+        # As in the target's steps, the draws with the best scores continue.
         ratio = self.options.width_of_drafts / self.options.beams
         drawn = self._promising(noisy_X, continuations, parents, round(ratio * self._width))
         totals_X = continuations.totals(parents)
         return sorted(drawn, key=lambda entry: -totals_X[entry])[: self.options.width_of_drafts]
 
     def _take_step(self, known: list[Beam], unknown: list[Beam], drafted: set[Node]) -> bool:
-        """Take a step, unless continuations of unknown beams might be drawn in it."""
+        """Take a step and return True, unless it might draw continuations of unknown beams."""
         continuations = self.target.after([beam.node for beam in known])
         totals_X = continuations.totals(known)
         noisy_X = self._noise.perturbed(continuations, known)
@@ -177,7 +178,7 @@ class CoupledRun(SearchRun):
 
 
 def largest(totals_X: Floats, count: int) -> list[int]:
-    """Return the entries with the largest totals, largest first; among equals the earlier first."""
+    """Return the entries with the largest totals, largest first; of equal totals the earlier comes first."""
     if len(totals_X) <= _FEW_TOTALS or count >= len(totals_X):
         best: list[int] = np.argsort(-totals_X, kind="stable")[:count].tolist()
         return best
@@ -187,10 +188,10 @@ def largest(totals_X: Floats, count: int) -> list[int]:
 
 
 class SharedNoise:
-    """Gumbel noise for every continuation of every text, as a function of seed, text and token.
+    """Gumbel noise for every continuation of every text, as a function of seed, text and token only.
 
     Taking the K largest sums of score and noise draws K continuations without replacement in proportion to exp(score), in that
-    order [2]. The noise depends on nothing else, so the draft can be perturbed by the target's own.
+    order [2]. Because the noise depends on nothing else, the draft's scores can have the same noise as the target's.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -198,13 +199,13 @@ class SharedNoise:
         self._keys: dict[Node, int] = {}
 
     def perturbed(self, continuations: Continuations, beams: list[Beam]) -> Floats:
-        """Return the totals of continued beams, with noise.
+        """Return the totals of continued beams with noise.
 
         Notes
         -----
-        Independent Gumbel noise, drawn top down: first a beam's largest noisy total, one Gumbel variable located at the log of
-        the sum of its continuations' weights, then all of them given the largest (appendix B of [2]). So the largest is known
-        up to that sum before the beam's distribution is; see `highest`.
+        Independent Gumbel noise, drawn top down: first a beam's largest noisy total, a Gumbel variable located at the log of
+        the sum of its continuations' weights, then all others given the largest (appendix B of [2]). That sum is at most one,
+        so the largest total has a bound even before the beam's distribution is known; see `highest`.
         """
         keys_R = np.array([self._key(beam.node) for beam in beams], dtype=np.uint64)
         rows_X, scores_R = continuations.rows_X, np.array([beam.score for beam in beams])
@@ -216,18 +217,18 @@ class SharedNoise:
         bounds = np.array(continuations.bounds)
         found = np.flatnonzero(bounds[1:] > bounds[:-1])  # a row may have no continuations
         starts, places_X = bounds[found], np.repeat(np.arange(len(found)), np.diff(bounds)[found])
-        # Factor out the largest term: at low temperatures all weights of a row may underflow.
+        # Factor out the largest term, because at low temperatures all weights of a row may underflow.
         peaks = np.maximum.reduceat(continuations.scores_X, starts)
         masses = np.add.reduceat(np.exp(continuations.scores_X - peaks[places_X]), starts)
         largest_X = (scores_R[found] + peaks + np.log(masses) + _gumbel(keys_R[found]))[places_X]
-        with np.errstate(divide="ignore"):  # the largest itself: log 0
+        with np.errstate(divide="ignore"):  # for the largest itself this is log 0
             below_X = np.log(-np.expm1(free_X - np.maximum.reduceat(free_X, starts)[places_X]))
         shift_X = largest_X - free_X + below_X
         noisy_X: Floats = largest_X - np.maximum(shift_X, 0.0) - np.log1p(np.exp(-np.abs(shift_X)))
         return noisy_X
 
     def highest(self, beam: Beam) -> float:
-        """Return an upper bound of the noisy totals of a beam's continuations, whose weights sum to at most one."""
+        """Return an upper bound of the noisy totals of a beam's continuations; valid if their weights sum to at most one."""
         return beam.score + float(_gumbel(np.array([self._key(beam.node)], dtype=np.uint64))[0])
 
     def _key(self, node: Node) -> int:
@@ -252,7 +253,7 @@ def _gumbel(keys: NDArray[np.uint64]) -> Floats:
 
 
 def _mixed(value: int) -> int:
-    """Mix the bits of a number (the finaliser of SplitMix64)."""
+    """Mix the bits of a number with the finaliser of SplitMix64."""
     value &= _MASK
     value = ((value ^ (value >> 30)) * _FIRST) & _MASK
     value = ((value ^ (value >> 27)) * _SECOND) & _MASK

@@ -1,4 +1,4 @@
-"""One request's beams in one row of a model's cache: the prompt, and below it a tree of slots."""
+"""All beams of a request in one row of a model's cache: the prompt, and below it a tree of slots."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from polydraft.transfers import brought
 from polydraft.trees import Block
 
 _SLACK = 96
-"""Dead slots that stay where they are: masking a few costs less than moving all layers' keys."""
+"""Dead slots to tolerate: masking a few costs less than moving the keys of all layers."""
 _COMMITTED = -1
-"""Stands for committed text. It is also the last row of the mask, which belongs to no node and is all false."""
+"""Place of nodes in committed text. It is also the last row of the mask, which belongs to no node and is all false."""
 _OWN_NUMBERS = 4
 """Inputs per node: token, depth, place, row of the bank."""
 
@@ -30,17 +30,17 @@ Pass = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Inputs:
-    """Further inputs of a pass: a few numbers per node."""
+    """Additional inputs of a pass: a few numbers per node."""
 
     rows: Callable[[Sequence[Node]], Indices]
-    """`nodes -> rows_XT`; padding tokens have `NOWHERE`."""
+    """`nodes -> rows_XT`; padding tokens get `NOWHERE`."""
     kind: Callable[[], Hashable]
-    """What captures with these inputs rely on."""
+    """Returns what captures with these inputs depend on."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """What a pass computes from its features for the host, in the same capture."""
+    """What a pass also computes from its features for the host, in the same capture."""
 
     kind: Hashable
     function: Callable[[Tensor], Tensor]
@@ -51,13 +51,13 @@ _NO_INPUTS = Inputs(lambda nodes: np.empty((0, len(nodes)), dtype=np.int64), lam
 
 
 class SlotTree:
-    """The slot of each node, in the context's one row, below the committed text.
+    """Keeps a tree of nodes in slots of a context's only row, after the committed text.
 
     Beams have no caches of their own: shared nodes are stored once, and a mask lets each node attend to its ancestors. A beam
     that dies leaves dead slots, which `keep` reclaims now and then; a prefix that all beams share becomes committed text.
 
-    Tokens go through the model by `forward`, `Context.extend` by default, with further `inputs` if there are any; features go
-    into the empty `bank`. With `graphs`, passes are captured and replayed, padded to a few `sizes` so that few captures are
+    `forward`, by default `Context.extend`, passes tokens through the model, with additional `inputs` if there are any; features
+    go into the empty `bank`. With `graphs`, passes are captured and replayed, padded to a few `sizes` so that few captures are
     needed.
     """
 
@@ -74,18 +74,17 @@ class SlotTree:
         assert context.batch_size == 1
         self.context, self.bank = context, bank or FeatureBank()
         self.reading: Reading | None = None
-        """What passes compute for the host, see `readings`."""
+        """What passes also compute for the host; `readings` returns it."""
         self._forward = forward or context.extend
         self._inputs, self._graphs, self._sizes = inputs or _NO_INPUTS, graphs, sizes or PassSizes()
         self._places: dict[Node, int] = {}
         self._latest: list[Node] = []
         self._arriving: Arriving | None = None
-        """What the last pass computes for the host of the latest nodes."""
+        """The last pass's reading of the latest nodes, on its way to the host."""
         self._visible_UU = np.zeros((64, 64), dtype=bool)
         self._used = 0
         self._base = 0
         """Depth of the first node that is not committed text."""
-        self.passes = 0
         self.passed_tokens = 0
         self.replayed_passes = 0
 
@@ -98,7 +97,7 @@ class SlotTree:
         return self._graphs is not None
 
     def read(self, leaves: Sequence[Node]) -> None:
-        """Pass the leaves and their missing ancestors through the model together."""
+        """Pass the leaves and their missing ancestors through the model, in one pass."""
         missing: list[Node] = []
         known = self._places.keys()
         listed: set[Node] = set()
@@ -123,7 +122,6 @@ class SlotTree:
         outcome, replayed = self._extend(nodes) if size is None else self._replay(nodes, size, places)
         self._latest = list(nodes)
         self._arriving = None if self.reading is None else Arriving.send(outcome)
-        self.passes += 1
         self.passed_tokens += len(nodes)
         self.replayed_passes += replayed
 
@@ -133,7 +131,7 @@ class SlotTree:
         above: list[int] = []
         for place, node in enumerate(nodes, start):
             parent = _COMMITTED if node.parent is None else places.get(node.parent, _COMMITTED)
-            if parent >= start:  # what the parent sees has to be known first
+            if parent >= start:  # the parent's row of the mask must be set first
                 self._see(start, above)
                 start, above = place, []
             above.append(parent)
@@ -141,14 +139,14 @@ class SlotTree:
         self._see(start, above)
 
     def _see(self, start: int, above: list[int]) -> None:
-        """Let the places from `start` on see themselves and what the places in `above` see."""
+        """Let the places from `start` on see themselves, and everything that their parents, in `above`, see."""
         stop = start + len(above)
         assert not self._visible_UU[_COMMITTED].any(), "the row that stands for committed text must stay empty"
         self._visible_UU[start:stop] = self._visible_UU[above]
         self._visible_UU[range(start, stop), range(start, stop)] = True
 
     def readings(self, nodes: Sequence[Node]) -> Floats | None:
-        """Wait for what the last pass computed for nodes, and return it; None if some were not in that pass."""
+        """Wait for the last pass's reading of nodes and return it; None if there is none, or a node was not in that pass."""
         if self._arriving is None:
             return None
         rows: Any = slice(len(nodes))
@@ -167,7 +165,7 @@ class SlotTree:
         depths = [node.depth - self._base for node in nodes]
         rows_XT = self._inputs.rows(nodes)
         if len(nodes) == 1 and not self._visible_UU[start, :stop].all():
-            # A context lets a single token see everything; a second token, which is not used, makes it apply the mask.
+            # A context lets a single token see everything. Add a second, unused token, so that it applies the mask.
             self._visible_UU[stop] = False
             self._visible_UU[stop, stop] = True
             tokens, depths, stop = tokens * 2, depths * 2, stop + 1
@@ -183,10 +181,10 @@ class SlotTree:
         return features_TF if self.reading is None else self.reading.function(features_TF), False
 
     def _replay(self, nodes: Sequence[Node], size: int, places: int) -> tuple[Tensor, bool]:
-        """Pass nodes, padded to `size` tokens.
+        """Pass nodes, padded to `size` tokens, with a capture.
 
-        Padding comes after the nodes and sees only the committed text and itself; no node sees it, and the next pass overwrites
-        it. Places are inputs, so that one capture serves for all of them. All inputs travel in one copy.
+        Padding comes after the nodes, and sees only itself and the committed text; no node sees it, and the next pass
+        overwrites it. Places are inputs, so that one capture serves all of them. All inputs are sent in one copy.
         """
         assert self._graphs is not None
         start, count = self._used, len(nodes)
@@ -220,7 +218,7 @@ class SlotTree:
         reads = reading and reading.kind
         kind = (size, places, context.fix_span(), context.capacity, context.address, bank.place, self._inputs.kind(), reads)
         self._used += count
-        if bank.place is None:  # no capture may allocate it
+        if bank.place is None:  # a capture must not allocate the bank
             return function(sending_X.to(context.device)), False
         return self._graphs.run(kind, function, sending_X)
 
@@ -229,20 +227,20 @@ class SlotTree:
         return self.bank.features(nodes)
 
     def pretend(self, node: Node) -> None:
-        """Treat a node as committed text although it has no slot: its children see nothing before them."""
+        """Treat a node as committed text although it has no slot, so that its children see nothing before them."""
         self.bank.drop([node])
         self._places[node] = _COMMITTED
 
     def forget(self, nodes: Sequence[Node]) -> None:
-        """Forget nodes, to read them again; nothing below them may be kept."""
+        """Forget nodes, so that they are read again; none of their descendants may be kept."""
         for node in nodes:
             self._places.pop(node, None)
         self.bank.drop(nodes)
 
     def keep(self, leaves: Sequence[Node], below: Sequence[Node] = (), slack: int = _SLACK) -> None:
-        """Reclaim dead slots, which no leaf descends from, if there are more than `slack`.
+        """Reclaim dead slots, those of nodes that no leaf descends from, if there are more than `slack`.
 
-        Nodes `below` leaves, whose pass is under way, stay too. This never waits for the device.
+        Also keep nodes `below` leaves, whose pass is under way. This never waits for the device.
         """
         alive = with_ancestors([*leaves, *below])
         live = [node for node, place in self._places.items() if place != _COMMITTED and node in alive]
@@ -267,7 +265,7 @@ class SlotTree:
         self._used, self._base = len(rest), self._base + count
 
     def _make_room(self, places: int) -> None:
-        if places >= len(self._visible_UU):  # the last row stands for committed text
+        if places >= len(self._visible_UU):  # the last row must stay free: it stands for committed text
             size = 2 * max(places, len(self._visible_UU))
             wider_UU = np.zeros((size, size), dtype=bool)
             wider_UU[: self._used, : self._used] = self._visible_UU[: self._used, : self._used]

@@ -1,4 +1,4 @@
-"""Memory of beams: features of a tree's nodes, each model's cache, and which request uses them."""
+"""Memory of beams: features of a tree's nodes, the cache of each model, and the request that uses them."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,43 +15,43 @@ from polydraft.models import Context, Head, LanguageModel
 from polydraft.transfers import brought
 
 BEFORE = 0
-"""The row of what precedes the tree."""
+"""Row of the token before the tree."""
 NOWHERE = -1
-"""Stands for a row where there are no features."""
+"""Stands for a row if there are no features."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PassSizes:
-    """Sizes of captured passes and of their memory. There are few of each, because every size needs a capture."""
+    """Sizes of captured passes and their memory. There are only a few of each, because every size needs a capture."""
 
     tokens: tuple[int, ...] = (16, 32, 64, 96, 128, 192, 256)
-    """Passes are padded to one of these. Larger passes are not captured: their work hides the launches."""
+    """Passes are padded to one of these sizes. Larger passes are not captured: their work hides the launches."""
     places: int = 256
-    """Uncommitted places that the smallest captured pass looks at; larger ones are powers of two."""
+    """Uncommitted places that the smallest captured pass attends to; larger numbers are powers of two."""
     rows: int = 512
     """Rows of features allocated at first."""
     spare: int = 512
-    """Places and rows allocated for forests beyond a request's longest text: most never need more."""
+    """Places and rows allocated for forests, beyond a request's longest text; most requests never need more."""
 
 
 class FeatureBank:
-    """A model's features of each node that it has passed.
+    """A model's features of each node that it has read.
 
-    They are in one tensor, which moves only to grow: captured passes read and write its rows, and the next request takes it
-    over.
+    They are in one tensor, which moves only when it grows: captured passes read and write its rows, and the next request reuses
+    it.
     """
 
     def __init__(self, sizes: PassSizes | None = None) -> None:
         self.values_NF: Tensor | None = None
-        """Allocated with the first features, which tell their size and type."""
+        """Allocated with the first features, whose size and type are not known before."""
         self.rows: dict[Node, int] = {}
-        """Where each node's features lie."""
+        """Row of each node's features."""
         self._used = 1
         self._needed = (sizes or PassSizes()).rows
 
     @property
     def place(self) -> tuple[int, int] | None:
-        """Address and number of the rows, once allocated: what captures rely on."""
+        """Address and number of the rows, on which captures rely; None before they are allocated."""
         return None if self.values_NF is None else (self.values_NF.data_ptr(), len(self.values_NF))
 
     def restart(self, rows: int) -> None:
@@ -60,12 +60,12 @@ class FeatureBank:
         self._reserve(rows)
 
     def features(self, nodes: Sequence[Node]) -> Tensor:
-        """Return the features `[R, F]` of nodes."""
+        """Return the features `[R, F]` of nodes that were read."""
         assert self.values_NF is not None
         return self.values_NF[[self.rows[node] for node in nodes]]
 
     def claim(self, nodes: Sequence[Node], size: int) -> int:
-        """Give nodes consecutive rows, with room for `size` in all, and return the first; the next claim reuses the rest."""
+        """Give nodes consecutive rows, with room for `size` of them; return the first. The next claim reuses unused rows."""
         start = self._used
         self.rows.update(zip(nodes, range(start, start + len(nodes)), strict=True))
         self._used += len(nodes)
@@ -80,7 +80,7 @@ class FeatureBank:
             self.values_NF[: len(kept_NF)] = kept_NF
 
     def write(self, rows_T: Tensor, features_TF: Tensor) -> None:
-        """Write features to claimed rows, or to that of what precedes the tree."""
+        """Write features to claimed rows, or to row `BEFORE`."""
         if self.values_NF is None:
             self.values_NF = self._made(features_TF, self._needed)
         self.values_NF.index_copy_(0, rows_T, features_TF)
@@ -104,7 +104,7 @@ class FeatureBank:
 
 
 class BeamMemory:
-    """One model's cache with one row, and the captures of its passes, if `graphs` is set and the device can capture."""
+    """A model's cache with one row, and the captures of its passes if `graphs` is set and the device can capture."""
 
     def __init__(self, model: LanguageModel | Head, graphs: bool, sizes: PassSizes | None = None) -> None:
         self._model, self.sizes = model, sizes or PassSizes()
@@ -120,7 +120,7 @@ class BeamMemory:
 
     def restart(self, room: int, longest: int) -> None:
         """Forget everything; make room for `room` tokens, or for `longest` if the cache must not move."""
-        # The prompt has no rows; all new tokens of the beams' common text have one, and so has a forest or two.
+        # The prompt needs no rows, but all new tokens of the beams' common text do, and a forest or two.
         self.bank.restart(longest - room + self.sizes.spare if self.graphs is not None else 0)
         if self.graphs is None:
             self.context = self._model.start(1, room)
@@ -131,11 +131,11 @@ class BeamMemory:
 
 
 class BeamWorkspace:
-    """The memory of one request after another; later requests replay what earlier ones captured.
+    """The memory of one request at a time; later requests replay what earlier ones captured.
 
-    No text is kept: every request reads its whole prompt. With `packs`, passes compute short distributions along with their
-    features (by default, where copies to the host wait for the device); with `ahead`, the next pass is then launched before a
-    round's tokens are handed out.
+    No text is kept, so every request reads its whole prompt. With `packs`, passes compute short distributions along with their
+    features; that is the default on devices where copies to the host have to wait. With `ahead`, the next pass is then launched
+    before a round's tokens are handed out.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class BeamWorkspace:
         self.target_memory = BeamMemory(target, graphs, sizes)
         self.draft_memory = None if draft is None else BeamMemory(draft, graphs, sizes)
         self.claim: Callable[[], Owner | None] = lambda: None
-        """Whose text is in memory; each run puts itself here."""
+        """Returns the run whose text is in memory; each run sets it."""
         self.spoiled = False
         """Whether work was interrupted, so that the contents are unknown."""
         self._at_work = False
@@ -179,7 +179,7 @@ class BeamWorkspace:
 
     @property
     def captures(self) -> bool:
-        """Whether passes are captured, so that the workspace is worth keeping."""
+        """Whether passes are captured, which makes the workspace worth keeping."""
         memories = (self.target_memory, self.draft_memory)
         return any(memory is not None and memory.graphs is not None for memory in memories)
 

@@ -1,4 +1,4 @@
-"""Beams for users: text in, scored texts out."""
+"""The public interface of beams: prompts in, scored texts out."""
 
 import threading
 from collections import deque
@@ -27,12 +27,12 @@ _DISTRIBUTION = ("temperature", "top_k", "top_p", "min_p")
 
 
 class BeamDecoder:
-    """Beam search and beam sampling on the models of a decoder, several steps per target pass where it has a draft.
+    """Beam search and beam sampling with the models of a decoder; with a draft, several steps per target pass.
 
     Parameters
     ----------
     decoder : Decoder
-        Its target, draft, tokenizer and end-of-text tokens are used; its tree, scheme and walk are for single texts.
+        Provides target, draft, tokenizer and end-of-text tokens; its tree, scheme and walk are for single texts.
 
     Examples
     --------
@@ -48,17 +48,18 @@ class BeamDecoder:
         if isinstance(draft, Head) and draft.lacks is not None:
             raise UsageError(f"draft {draft.name!r} {draft.lacks}, as beams need; use another draft, or none")
         self._spare: deque[BeamWorkspace] = deque(maxlen=_MOST_SPARE)
-        """Workspaces whose captured passes are worth keeping."""
+        """Workspaces kept for their captured passes."""
         self._lending = threading.Lock()
-        """Held while one is given out or put back, so that no two threads get the same."""
+        """Held while a workspace is taken or put back, so that no two threads get the same one."""
 
     def search(self, prompts: Any, **options: Any) -> Any:
-        """Return the best texts of beam search, the same as Hugging Face's, with their scores.
+        """Return the best texts of beam search with their scores; they equal those of Hugging Face.
 
         Parameters
         ----------
         **options
-            Fields of `BeamOptions`, and of a request: sampling (only penalties count), max_new_tokens, stop, chat, cancel.
+            Fields of `BeamOptions`, and of a request: sampling (of which only penalties apply), max_new_tokens, stop, chat,
+            cancel.
 
         Returns
         -------
@@ -67,7 +68,7 @@ class BeamDecoder:
         return self._all(prompts, {**options, "mode": BeamMode.SEARCH})
 
     def sample(self, prompts: Any, **options: Any) -> Any:
-        """Return texts of beam sampling; parameters as for `search`, and seed."""
+        """Return texts of beam sampling; parameters as for `search`, plus seed."""
         return self._all(prompts, {**options, "mode": BeamMode.SAMPLE})
 
     def _all(self, prompts: Any, options: dict[str, Any]) -> BeamGeneration | list[BeamGeneration]:
@@ -81,12 +82,12 @@ class BeamDecoder:
         return results[0] if single else results
 
     def stream(self, prompt: Any, *, settled: bool = True, **options: Any) -> BeamStream:
-        """Decode one prompt and yield tokens once they are settled: no running beam can take them back.
+        """Decode one prompt, and yield tokens as soon as all texts that can still win agree on them.
 
         Parameters
         ----------
         settled : bool
-            Must be true: unsettled text might have to be taken back, which a stream cannot do.
+            Must be true, because a stream cannot take tokens back.
         **options
             As for `search`, with `mode`.
         """
@@ -131,8 +132,7 @@ class BeamDecoder:
             ),
             generator,
         )
-        settings = {"seed": seed, "max_new_tokens": limit, "draft": run.draft_name}
-        settings |= {name: getattr(beam, name) for name in names}
+        settings = {"seed": seed, "max_new_tokens": limit, "draft": run.draft_name, **vars(beam)}
         return BeamStream(run, self.decoder.tokenizer, assembler.fork(), settings, request.cancel)
 
     def _run(self, request: BeamRequest, generator: torch.Generator) -> BeamRun:
@@ -150,7 +150,7 @@ class BeamDecoder:
         return run
 
     def _workspace(self) -> BeamWorkspace:
-        """Return a workspace for one request: a spare one if it fits, else a new one."""
+        """Return a workspace for one request: a spare one for the same models if one is idle, else a new one."""
         fitting = (self.decoder.target, self.draft, self.decoder.graphs, self.decoder.target.mark())
         with self._lending:
             for workspace in [*self._spare]:
@@ -167,7 +167,7 @@ class BeamDecoder:
 
 
 def check_distribution(options: BeamOptions, sampling: SamplingParams | None) -> SamplingParams:
-    """Return the sampling parameters to use, refusing those that would be ignored."""
+    """Return the sampling parameters to use; refuse any that beams would ignore."""
     if sampling is not None and sampling.grammar is not None:
         raise UsageError("grammars are for single texts, not for beams; leave the grammar out")
     if sampling is not None and sampling.prediction is not None:

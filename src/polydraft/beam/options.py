@@ -1,4 +1,4 @@
-"""Options of beams, for Python and the command line."""
+"""Options of beams, for Python and the command line, and their defaults."""
 
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -13,9 +13,9 @@ from polydraft.errors import UsageError, member, shown
 EarlyStopping = bool | Literal["never"]
 
 _MOST_BEAMS = 1024
-"""More would run out of memory."""
+"""More beams would run out of memory."""
 _MOST_PENALTY = 50
-"""Lengths to this power stay finite."""
+"""Lengths raised to this power stay finite."""
 
 
 class BeamMode(StrEnum):
@@ -33,18 +33,18 @@ class Draws(StrEnum):
     DISTINCT = "distinct"
     """W different ones, without replacement."""
     INDEPENDENT = "iid"
-    """W independent ones, which may be the same: the paper's."""
+    """W independent ones, some of which may be equal, as in the paper."""
     HUGGING_FACE = "hf"
-    """2 W or more different ones: of those that continue, the W best are kept; of the first W drawn, those that end finish."""
+    """2 W or more different ones: the W best of those that continue are kept, and those that end among the first W finish."""
 
 
 class Verification(StrEnum):
-    """How drafted beams are verified against the target's distribution; each is exact."""
+    """How drafted beams are verified against the target's distribution; every way is exact."""
 
     AUTO = "auto"
     """Coupled where possible, otherwise layers."""
     LAYERS = "layers"
-    """Accept or reject beam by beam, layer by layer: the paper's, for every way to draw and every width."""
+    """Accept or reject beam by beam, layer by layer, as in the paper; for every way to draw and every width."""
     COUPLED = "coupled"
     """Draw target and draft with the same noise; for distinct beams of fixed width."""
 
@@ -147,7 +147,8 @@ class BeamOptions:
                 raise UsageError(f"{name}={value} is out of range; allowed: whole numbers from 1 to {most}")
         if self.num_return_sequences > self.beams:
             raise UsageError(
-                f"num_return_sequences={self.num_return_sequences} is more than the {self.beams} beams; allowed: up to beams"
+                f"num_return_sequences={self.num_return_sequences} is more than the {self.beams} beams; use more beams, or "
+                "return fewer texts"
             )
         if self.draft_width is not None and self.draft_width <= self.beams:
             raise UsageError(
@@ -162,19 +163,19 @@ class BeamOptions:
 
     @property
     def width_of_drafts(self) -> int:
-        """W_S, or its default where the device does not matter."""
+        """W_S, or its default if it does not depend on the device."""
         return self.draft_width if self.draft_width is not None else 2 * self.beams
 
     @property
     def depth_of_drafts(self) -> int:
-        """γ, or its default where the device does not matter."""
+        """γ, or its default if it does not depend on the device."""
         return self.draft_depth if self.draft_depth is not None else 3
 
     def on(self, device: torch.device) -> "BeamOptions":
-        """Return these options with a forest that pays on a device, unless its size was given.
+        """Return these options with a size of forests that pays on a device, unless it was given.
 
-        More nodes are nearly free on a GPU and expensive on a CPU. With dynamic widths or one cache the text depends on the
-        forest, so that it has the same size everywhere.
+        More nodes are nearly free on a GPU, and expensive on a CPU. With dynamic widths or one cache, the text depends on the
+        forest, so there the size is the same on every device.
         """
         if self.width_threshold is not None or self.one_cache:
             return self

@@ -1,4 +1,4 @@
-"""Results of beams: scored texts, their log-probabilities, and a stream of settled tokens."""
+"""Results of beams: scored texts with log-probabilities, and a stream of settled tokens."""
 
 import threading
 from collections import deque
@@ -19,7 +19,7 @@ from polydraft.models import LanguageModel
 
 _NODES_PER_PASS = 256
 _NODES_PER_HEAD = 32
-"""Rows of logits in memory at a time."""
+"""Most rows of logits in memory at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class ScoredText:
     """One finished text with its exact log-probabilities."""
 
     text: str
-    """Cut before its stop string, if one ended it."""
+    """The text, cut before its stop string if one ended it."""
     token_ids: list[int]
     """New tokens, including the end token or the token that completed a stop string."""
     log_probs: list[float]
@@ -35,7 +35,7 @@ class ScoredText:
     sources: list[str]
     stop_reason: StopReason
     score: float | None = None
-    """Beams are ranked by this: the sum of their tokens' scores over the length to the power of the length penalty."""
+    """Ranks beams: the sum of the tokens' scores, divided by the length to the power of the length penalty."""
 
     @property
     def log_prob(self) -> float:
@@ -43,7 +43,7 @@ class ScoredText:
         return sum(self.log_probs)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the fields for JSON."""
         return {
             "text": self.text,
             "token_ids": self.token_ids,
@@ -62,7 +62,7 @@ class BeamGeneration:
     texts: list[ScoredText]
     stats: Stats
     settings: dict[str, Any] = field(default_factory=dict)
-    """Options that were used, including the seed."""
+    """The options used, including the seed."""
 
     @property
     def best(self) -> ScoredText:
@@ -74,9 +74,9 @@ class BeamGeneration:
 
 @torch.inference_mode()
 def text_log_probs(target: LanguageModel, prompt: Sequence[int], texts: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Return the target's log-probability of every new token of texts that follow one prompt of at least one token.
+    """Return the target's log-probability of every token of texts that follow the same prompt, of at least one token.
 
-    The prompt and common prefixes are read once.
+    The prompt and common prefixes are read only once.
     """
     context = target.start(1, len(prompt) + sum(map(len, texts)) + 1)
     context.prefill([prompt[:-1]])
@@ -110,9 +110,9 @@ def scored(target: LanguageModel, prompt: Sequence[int], generations: Sequence[G
 
 
 class BeamStream(Iterator[TokenEvent]):
-    """Tokens of the best text, each as soon as no other text can replace it; `close` ends it early.
+    """Yields the tokens of the best text, each once it is certain that no other text will win; `close` stops early.
 
-    Beams disagree about their latest tokens, so tokens come late, the last ones all at once. None is ever taken back.
+    Running beams disagree about their latest tokens, so tokens come late, and the last ones all at once. None is taken back.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class BeamStream(Iterator[TokenEvent]):
         return self._queue.popleft()
 
     def close(self) -> None:
-        """Stop; running beams count as finished."""
+        """Stop decoding; running beams count as finished."""
         self._run.cancel()
         self._finish()
 
@@ -176,12 +176,12 @@ class BeamStream(Iterator[TokenEvent]):
         return [self._source(node) for node in leaf.path()]
 
     def result(self) -> BeamGeneration:
-        """Return the finished texts, once the stream is exhausted."""
+        """Return the finished texts; call it once the stream is exhausted."""
         return BeamGeneration([self._scored(one) for one in self._run.results()], self.stats, dict(self.settings))
 
     def _scored(self, one: Hypothesis) -> ScoredText:
         tokens, end = one.node.tokens(), one.node
-        if one.reason == StopReason.EOS and end.parent is not None:  # no part of the text
+        if one.reason == StopReason.EOS and end.parent is not None:  # the end-of-text token is not part of the text
             end = end.parent
         if self._run.ends.stops.any:
             text = self._run.ends.stops.text(end)

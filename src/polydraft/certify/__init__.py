@@ -1,4 +1,4 @@
-"""The losslessness kit: certify a verification rule or a walk; a whole decoder or an endpoint by `greedy_identity`."""
+"""The losslessness kit: certify a verification rule or a walk, and with `greedy_identity` a whole decoder or an endpoint."""
 
 from polydraft.certify._certificate import Certificate, Check, CounterExample
 from polydraft.certify._kit import certify

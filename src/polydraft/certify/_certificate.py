@@ -1,4 +1,4 @@
-"""Trials, checks and certificates: what was tried, how much, what came out, and what was allowed."""
+"""Trials, checks and certificates: what was tried, with which results, and what a correct rule may give."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -9,31 +9,31 @@ from polydraft.certify.chi_square import FALSE_ALARM, detectable_distance
 from polydraft.certify.enumeration import TOLERANCE
 
 _SHOWN = 8
-"""Drawings, or tokens of a distribution, that a text shows of a counter-example; JSON has all."""
+"""Most drawings that a counter-example shows as text, and half the most tokens of a distribution; JSON has all."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CounterExample:
-    """A case on which a rule goes wrong, as small as was found."""
+    """A case on which a rule goes wrong, the smallest that was found."""
 
     reason: str
-    """What is wrong, in words."""
+    """What is wrong."""
     target_probs: list[float] = field(default_factory=list)
     draft_probs: list[float] = field(default_factory=list)
     drafts: int | None = None
-    """How many children were drawn."""
+    """Number of children drawn."""
     distribution: list[float] = field(default_factory=list)
-    """The emitted token's distribution, or the shares of sampled ones, over all drawings."""
+    """The emitted token's distribution over all drawings, or its shares among samples."""
     expected: list[float] = field(default_factory=list)
-    """What it should be."""
+    """The correct distribution."""
     drawings: list[dict[str, Any]] = field(default_factory=list)
-    """`children`, their `chance`, and the `distribution` that the rule gave, where it is known."""
+    """`children`, with their `chance` and the rule's `distribution` if known."""
     details: dict[str, Any] = field(default_factory=dict)
     """Anything else: texts, prompts, tokens."""
 
     @property
     def distance(self) -> float | None:
-        """Total variation between what came out and what should."""
+        """Total variation between `distribution` and `expected`; None if either is unknown."""
         if not self.distribution or len(self.distribution) != len(self.expected):
             return None
         return sum(abs(one - other) for one, other in zip(self.distribution, self.expected, strict=True)) / 2
@@ -58,13 +58,13 @@ class Check:
     """What `worst` is."""
     worst: float | None
     threshold: float | None
-    """What `worst` may be: at most, for errors; at least, for p-values."""
+    """Limit of `worst`: the largest error, or the smallest p-value, that passes."""
     tests: int = 0
     """Statistical tests in this check."""
     false_alarm: float = 0.0
     """Probability that a correct rule fails this check."""
     detects: float | None = None
-    """Total-variation error that the check detects with probability .99, where known."""
+    """Total-variation error that the check detects with probability .99, if known."""
     seconds: float = 0.0
     note: str = ""
     counter_example: CounterExample | None = None
@@ -78,7 +78,7 @@ class Check:
 
 
 def plain(value: Any) -> Any:
-    """Replace infinities and NaN, which JSON does not have, by their names."""
+    """Replace infinities and NaNs, which JSON does not have, by their names."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):
@@ -88,9 +88,9 @@ def plain(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """Findings of one check of one subject, exact (`worst`, at most `allowed`) or statistical (`p_values`).
+    """Findings of one check of one subject: exact (`worst` must be at most `allowed`) or statistical (`p_values`).
 
-    How small p-values may be depends on how many there are in all trials of the subject.
+    Which p-values pass depends on how many there are in all trials of the subject.
     """
 
     name: str
@@ -101,22 +101,22 @@ class Trial:
     allowed: float | None = None
     p_values: list[float] = field(default_factory=list)
     tested: tuple[int, int] | None = None
-    """Samples and degrees of freedom of the test whose power is known."""
+    """Samples and degrees of freedom of the test that `detects` describes."""
     pooled: float = 0.0
-    """Mass of the cells that this test cannot tell apart, where an error may hide."""
+    """Mass of the cells that this test pools, where an error may hide."""
     seconds: float = 0.0
     note: str = ""
     counter_example: CounterExample | None = None
     details: list[dict[str, Any]] = field(default_factory=list)
 
     def passes(self, threshold: float) -> bool:
-        """Whether a correct rule could give these findings; a rule that returned nothing has none, and fails."""
+        """Whether a correct rule could give these findings; without any findings it fails."""
         if self.p_values:
             return min(self.p_values) > threshold
         return self.worst is not None and self.allowed is not None and self.worst <= self.allowed
 
     def check(self, subject: str, threshold: float) -> Check:
-        """Decide, given the smallest p-value that passes."""
+        """Return the outcome, given the smallest p-value that passes."""
         statistical, passed = bool(self.p_values), self.passes(threshold)
         return Check(
             name=self.name,
@@ -144,9 +144,9 @@ class Certificate:
     subjects: tuple[str, ...]
     checks: tuple[Check, ...]
     claim: str
-    """What holds if all checks passed."""
+    """What a certificate says if all checks passed."""
     kinds: tuple[str, ...] = ()
-    """What each subject is, in words."""
+    """What each subject is, such as its scheme and walk."""
 
     @property
     def certified(self) -> bool:
@@ -169,7 +169,7 @@ class Certificate:
         }
 
     def text(self) -> str:
-        """Return the form for people to read."""
+        """Return the form that people read."""
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
@@ -190,7 +190,7 @@ class Certificate:
         yield f"CERTIFIED: {self.claim}" if self.certified else f"NOT CERTIFIED: {wrong}"
 
     def _explained(self) -> list[Check]:
-        """Return the first check of each subject with a counter-example: its smallest."""
+        """Return the first failed check of each subject that has a counter-example; its example is the smallest."""
         first: dict[str, Check] = {}
         for check in self.failures:
             if check.counter_example is not None:
@@ -201,13 +201,13 @@ class Certificate:
         most = max((sum(check.tests for check in self.checks if check.subject == name) for name in self.subjects), default=0)
         if most:
             yield (
-                f"False alarms: a correct rule fails with probability {FALSE_ALARM:g} at most over the choice of seeds, "
-                f"shared by up to {most} statistical tests (Bonferroni). Exact checks raise none."
+                f"False alarms: over the choice of seeds, a correct rule fails with probability {FALSE_ALARM:g} at most, "
+                f"shared by up to {most} statistical tests (Bonferroni). Exact checks give no false alarms."
             )
         if any(check.name == "enumeration" for check in self.checks):
             yield f"Power: enumeration sees every error above {TOLERANCE:g} on the distributions it tried."
         if any(check.name == "cases" for check in self.checks):
-            yield "Power: where a rule does not state its distribution, errors as small as an epsilon in a denominator escape."
+            yield "Power: if a rule does not state its distribution, errors as small as an epsilon in a denominator escape."
         seen = {(check.name, check.unit): check.detects for check in self.checks if check.detects is not None}
         for (name, unit), distance in seen.items():
             what = "share of prompts with a wrong text" if unit == "prompts" else "total-variation error"
@@ -215,7 +215,7 @@ class Certificate:
 
 
 def describe(check: Check) -> str:
-    """Say in one line what was tried and what came out."""
+    """Return in one line what was tried, with which result."""
     if check.worst is None or check.threshold is None:
         return check.note
     worst, limit = (_number(value, digits=2) for value in (check.worst, check.threshold))
@@ -223,7 +223,7 @@ def describe(check: Check) -> str:
 
 
 def example_lines(example: CounterExample) -> Iterator[str]:
-    """Say what went wrong, where, and how far."""
+    """Yield lines on what went wrong, for which distributions, and by how much."""
     yield f"  {example.reason}"
     if example.target_probs:
         yield f"  target_probs  {_distribution(example.target_probs)}"

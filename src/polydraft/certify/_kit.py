@@ -1,4 +1,4 @@
-"""The losslessness kit: all checks of a rule, in order, and the same checks of known wrong rules, to show their power."""
+"""The losslessness kit: run all checks of a rule, and the same checks of known wrong rules, to show their power."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -31,7 +31,7 @@ Step = Callable[[Subject, Sizes], Trial | list[Trial]]
 CLAIM = "no error was found in the distribution of emitted tokens; what could have escaped is stated above"
 _NO_RESULT = "no result"
 _HARDEST = FALSE_ALARM / 100
-"""Wrong rules must fall below the threshold of a certificate with as many statistical tests as there can be."""
+"""Threshold for wrong rules: that of a certificate with 100 statistical tests, more than any has."""
 
 
 def certify(
@@ -60,13 +60,13 @@ def certify(
 
 
 def check_subject(subject: Subject, sizes: Sizes, observer: Observer = lambda *_: None) -> list[Check]:
-    """Run all checks of one subject, and decide them together."""
+    """Run all checks of one subject; all its statistical tests share one threshold."""
     steps: list[tuple[str, Step]] = [*_node_steps(subject), ("texts", texts_trial), ("greedy", greedy_trial)]
     trials: list[Trial] = []
     for number, (name, step) in enumerate(steps, start=1):
         trials += _tried(name, step, subject, sizes)
         observer(subject.name, number, len(steps))
-        if trials[-1].measure == _NO_RESULT:  # it will not return anything elsewhere either
+        if trials[-1].measure == _NO_RESULT:  # other checks would fail the same way
             break
     # All statistical tests of a subject are one family (Bonferroni).
     threshold = FALSE_ALARM / max(sum(len(trial.p_values) for trial in trials), 1)
@@ -84,11 +84,11 @@ def _node_steps(subject: Subject) -> list[tuple[str, Step]]:
 
 
 def _tried(name: str, step: Step, subject: Subject, sizes: Sizes) -> list[Trial]:
-    """Run one step; an exception that a rule raises is a finding too."""
+    """Run one step; an exception raised by the rule is a finding too."""
     started = time.monotonic()
     try:
         found = step(subject, sizes)
-    except Exception as error:  # a scheme of the user's own may raise anything
+    except Exception as error:  # a user's own scheme may raise anything
         example = _raised(error)
         found = Trial(name=name, size=0, unit="", measure=_NO_RESULT, note=example.reason, counter_example=example)
     trials = found if isinstance(found, list) else [found]
@@ -103,20 +103,20 @@ def _raised(error: Exception) -> CounterExample:
 
 
 def _with_smallest(subject: Subject, trials: list[Trial], wrong: Trial) -> list[Trial]:
-    """Replace the counter-example of the first failed trial by the smallest that a search finds."""
+    """Replace the counter-example of the first failed trial by the smallest one that a search finds."""
     example = wrong.counter_example
     try:
         if wrong.name == "enumeration":
             example = smallest_enumerated(subject.scheme) or (example and rounded(subject.scheme, example)) or example
         elif wrong.name in ("fixture", "joint", "cases"):
             example = smallest_sampled(subject.scheme) or example
-    except Exception:  # an exception on other distributions is no better counter-example
+    except Exception:  # an exception on other distributions is not a better counter-example
         return trials
     return [replace(trial, counter_example=example) if trial is wrong else trial for trial in trials]
 
 
 def power_check(sizes: Sizes, observer: Observer = lambda *_: None) -> Check:
-    """Run the wrong rules through the checks, and the correct rules that they were made from.
+    """Run the wrong rules through the checks, and the correct rules that they derive from.
 
     Enumeration must refuse every wrong rule, samples of the fixture all but the subtle ones, and texts every wrong walk. No
     check may refuse a correct rule.
@@ -147,14 +147,14 @@ def power_check(sizes: Sizes, observer: Observer = lambda *_: None) -> Check:
         worst=float(len(missed)),
         threshold=0.0,
         seconds=round(time.monotonic() - started, 3),
-        note=_statement(wrong) if not missed else f"(not as they should be: {', '.join(missed)})",
+        note=_statement(wrong) if not missed else f"(wrong verdict on {', '.join(missed)})",
         details=details,
     )
 
 
 def _power_over(rule: type[Scheme], sizes: Sizes) -> dict[str, Any]:
     subject = Subject(rule.__name__, rule(), NodeWalk())
-    # One shape is enough to refuse a rule, and keeps this short.
+    # One vocabulary and one number of drafts are enough to refuse a wrong rule, and fast.
     small = replace(sizes, vocabularies=(4,), counts=(2,))
     trials = [enumeration_trial(subject, small), *fixture_trials(subject, small)]
     refused_by = [trial.name for trial in trials if not trial.passes(_HARDEST)]

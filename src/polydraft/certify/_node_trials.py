@@ -1,11 +1,10 @@
-"""Checks of a rule at one node, by enumeration and by samples as in production, and the smallest counter-example.
+"""Checks of a rule at one node, by enumeration and by samples as in production, and searches for small counter-examples.
 
-Smallest: fewest tokens, then fewest drafts, then roundest numbers that still go wrong.
+The smallest counter-example has the fewest tokens, then the fewest drafts, then the roundest numbers.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -33,19 +32,18 @@ _EXTREMES = (0.0, 0.5, 1 - 2.0**-53)
 """Random numbers that expose rounding; the last is the largest that a generator returns."""
 _BLACK_BOX_CASES = 8
 _PARTS = {2: (1, 2, 4, 5, 10, 20), 3: (1, 2, 4, 5), 4: (1, 2, 4)}
-"""For each vocabulary, n for probabilities in steps of 1/n: coarse first, and only while there are not too many pairs."""
+"""By vocabulary, each n for which to try all probabilities in steps of 1/n: coarse first, as long as pairs are not too many."""
 _SAMPLED_PAIRS = 12
 _SAMPLED = 4_000
 _SURE = 1e-8
-"""Largest p-value of a sampled counter-example; at most a thousand are tried."""
+"""Largest p-value of a sampled counter-example; at most a thousand cases are tried."""
 
 
 def cases_of(vocabulary: int, count: int, sizes: Sizes) -> tuple[Tensor, Tensor]:
-    """Return random, awkward and fixture distributions."""
-    target_CV, draft_CV = random_cases(vocabulary, sizes.cases, seed=10 * vocabulary + count)
-    awkward = degenerate_cases(vocabulary)
-    pairs = [(target_CV, draft_CV), awkward]
-    pairs.append((FIXTURE_TARGET_V[None], FIXTURE_DRAFT_V[None]) if vocabulary == len(FIXTURE_TARGET_V) else awkward)
+    """Return random and awkward distributions, and the fixture's if it has this vocabulary."""
+    pairs = [random_cases(vocabulary, sizes.cases, seed=10 * vocabulary + count), degenerate_cases(vocabulary)]
+    if vocabulary == len(FIXTURE_TARGET_V):
+        pairs.append((FIXTURE_TARGET_V[None], FIXTURE_DRAFT_V[None]))
     target_CV, draft_CV = (torch.cat(side) for side in zip(*pairs, strict=True))
     return target_CV, draft_CV
 
@@ -56,7 +54,7 @@ def counts_of(subject: Subject, sizes: Sizes) -> list[int]:
 
 
 def enumeration_trial(subject: Subject, sizes: Sizes) -> Trial:
-    """Sum the emitted distribution over all drawings; it must be the target's, from float64 and float32 probabilities."""
+    """Check that the emitted distribution, summed over all drawings, is the target's, for float64 and float32 probabilities."""
     worst, pairs, size, example = 0.0, 0, 0, None
     for vocabulary in sizes.vocabularies:
         for count in counts_of(subject, sizes):
@@ -64,7 +62,7 @@ def enumeration_trial(subject: Subject, sizes: Sizes) -> Trial:
             pairs += len(target_CV)
             for dtype, missing in ((torch.float64, 0), (torch.float32, 0), (torch.float64, 2)):
                 if missing and isinstance(subject.scheme, OwnRule):
-                    continue  # a function is never shown a missing child
+                    continue  # a user's function never sees missing children
                 distributions = target_CV.to(dtype), draft_CV.to(dtype)
                 enumeration = enumerate_rule(subject.scheme, *distributions, count, missing)
                 size += len(enumeration.case_R)
@@ -87,7 +85,7 @@ def enumeration_trial(subject: Subject, sizes: Sizes) -> Trial:
 
 
 def _leaf_error(subject: Subject, sizes: Sizes) -> tuple[float, CounterExample | None]:
-    """Check that without children the distribution is the target's, whatever the draft's is."""
+    """Return how far a rule's distribution without children is from the target's, whatever the draft's is."""
     if isinstance(subject.scheme, OwnRule):
         return 0.0, None
     target_CV, draft_CV = random_cases(5, sizes.cases, seed=6)
@@ -106,7 +104,7 @@ def _leaf_error(subject: Subject, sizes: Sizes) -> tuple[float, CounterExample |
 
 
 def fixture_trials(subject: Subject, sizes: Sizes) -> list[Trial]:
-    """Sample fixture F as in production: children against the draft, tokens against the target, and both together."""
+    """Sample fixture F as in production, and test children against the draft, tokens against the target, and both together."""
     scheme, samples = subject.scheme, sizes.node_samples
     draws, tokens, joint = [], [], []
     for count in counts_of(subject, sizes):
@@ -126,18 +124,23 @@ def fixture_trials(subject: Subject, sizes: Sizes) -> list[Trial]:
                 for token, distribution in enumerate(distribution_V)
             }
             joint.append(tuple_p_value(torch.cat([children_RK, token_R[:, None]], dim=1), cells))
-    freedom = len(FIXTURE_TARGET_V) - 1
     trials = [
         Trial(name="draws", size=samples * len(draws), unit="sets of children", p_values=draws, note="of fixture F"),
-        Trial(name="fixture", size=samples * len(tokens), unit="tokens", p_values=tokens, note="of fixture F"),
+        Trial(
+            name="fixture",
+            size=samples * len(tokens),
+            unit="tokens",
+            p_values=tokens,
+            tested=(samples, len(FIXTURE_TARGET_V) - 1),
+            note="of fixture F",
+        ),
         Trial(name="joint", size=samples * len(joint), unit="tokens", p_values=joint, note="of fixture F with their children"),
     ]
-    trials[1] = replace(trials[1], tested=(samples, freedom))
     return [trial for trial in trials if trial.p_values]
 
 
 def black_box_trial(subject: Subject, sizes: Sizes) -> Trial:
-    """Sample further pairs of distributions, for a rule that does not state its distribution."""
+    """Sample more pairs of distributions, for a rule that does not state its distribution."""
     samples = sizes.node_samples // 4
     target_CV, draft_CV = random_cases(4, _BLACK_BOX_CASES, seed=17)
     p_values = []
@@ -152,7 +155,7 @@ def black_box_trial(subject: Subject, sizes: Sizes) -> Trial:
 
 
 def support_trial(subject: Subject, sizes: Sizes) -> Trial:
-    """Verify with extreme random numbers: every token needs target mass, and distributions must not be changed in place."""
+    """Verify with extreme random numbers: tokens without target mass must never come out, nor arguments be changed in place."""
     cases = 4 * sizes.cases
     target_CV, draft_CV = (distribution_CV.float() for distribution_CV in random_cases(6, cases, seed=9))
     generator = torch.Generator().manual_seed(9)
@@ -176,7 +179,7 @@ def support_trial(subject: Subject, sizes: Sizes) -> Trial:
                 details={"random numbers": extreme},
             )
     if not (torch.equal(target_CV, before[0]) and torch.equal(draft_CV, before[1])):
-        wrong, example = wrong + 1, CounterExample(reason="a distribution that was handed over was changed in place")
+        wrong, example = wrong + 1, CounterExample(reason="a distribution was changed in place")
     return Trial(
         name="support",
         size=len(_EXTREMES) * cases,
@@ -190,7 +193,7 @@ def support_trial(subject: Subject, sizes: Sizes) -> Trial:
 
 
 def smallest_enumerated(scheme: Scheme) -> CounterExample | None:
-    """Search round distributions for the simplest on which a rule's distribution is wrong."""
+    """Search distributions with round numbers for the smallest on which a rule's distribution is wrong."""
     for target_CV, draft_CV, count in _round_cases(scheme):
         try:
             found = describe(enumerate_rule(scheme, target_CV, draft_CV, count), draft_CV, count)
@@ -202,7 +205,7 @@ def smallest_enumerated(scheme: Scheme) -> CounterExample | None:
 
 
 def rounded(scheme: Scheme, example: CounterExample) -> CounterExample:
-    """Round a counter-example to as few digits as possible; return it unchanged if every rounding makes the rule right."""
+    """Round a counter-example to as few digits as possible; return it unchanged if the rule is right for all roundings."""
     if not example.target_probs or not example.drafts:
         return example
     distributions = torch.tensor([example.target_probs, example.draft_probs], dtype=torch.float64)
@@ -218,7 +221,7 @@ def rounded(scheme: Scheme, example: CounterExample) -> CounterExample:
 
 
 def smallest_sampled(scheme: Scheme) -> CounterExample | None:
-    """Search round distributions for the simplest on which a rule's sampled tokens are wrong."""
+    """Search distributions with round numbers for the smallest on which a rule's sampled tokens are wrong."""
     for target_CV, draft_CV, count in _round_cases(scheme):
         chosen_C = torch.linspace(0, len(target_CV) - 1, min(_SAMPLED_PAIRS, len(target_CV))).round().long()
         for case in chosen_C.tolist():
@@ -237,7 +240,7 @@ def _sampled(scheme: Scheme, target_V: Tensor, draft_V: Tensor, count: int) -> C
         return None
     counts_X = torch.bincount(token_R.clamp(min=0), minlength=len(target_V))
     return CounterExample(
-        reason=f"of {_SAMPLED} sampled tokens, too many are not as the target's distribution says",
+        reason=f"{_SAMPLED} sampled tokens do not follow the target's distribution",
         target_probs=target_V.tolist(),
         draft_probs=draft_V.tolist(),
         drafts=count,
@@ -248,7 +251,7 @@ def _sampled(scheme: Scheme, target_V: Tensor, draft_V: Tensor, count: int) -> C
 
 
 def _round_cases(scheme: Scheme) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield pairs of distributions with round numbers, and a number of drafts; smallest first."""
+    """Yield pairs of distributions with round numbers, and a number of drafts, smallest first."""
     for vocabulary, all_parts in _PARTS.items():
         for count in range(1, largest_count(scheme, 3) + 1):
             for parts in all_parts:
@@ -256,7 +259,7 @@ def _round_cases(scheme: Scheme) -> Iterator[tuple[Tensor, Tensor, int]]:
 
 
 def describe(enumeration: Enumeration, draft_CV: Tensor, count: int) -> CounterExample | None:
-    """Return the worst case of an enumeration as a counter-example, if any is wrong."""
+    """Return the worst case of an enumeration as a counter-example; None if all are right."""
     improper_R, error_C = enumeration.improper_R, enumeration.error_C
     if improper_R.max() >= TOLERANCE:
         case = int(enumeration.case_R[improper_R.argmax()])
@@ -294,7 +297,7 @@ def _what_is_improper(distribution_V: Tensor) -> str:
 
 
 def of_error(error: RuleError) -> CounterExample:
-    """Return the arguments with which a function failed as a counter-example."""
+    """Return a counter-example with the arguments for which a user's function failed."""
     return CounterExample(
         reason=str(error),
         target_probs=error.target_probs.tolist(),

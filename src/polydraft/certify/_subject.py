@@ -1,4 +1,4 @@
-"""What can be certified, how to find it by name, how much to try, and a user's function as a scheme."""
+"""Subjects of a certificate: find rules and walks by name, wrap users' functions as schemes, and set how much to try."""
 
 import importlib
 import inspect
@@ -34,7 +34,7 @@ _ALLOWED = (
 )
 _NODE = "node"
 _FORMER_NAMES = {"law": "distribution", "child_law": "child_distribution"}
-"""Names that rules written for earlier versions use. A method of such a name would be ignored, and another rule certified."""
+"""Names in rules for earlier versions. Such methods would be ignored, and another rule certified in their place."""
 _RANDOM_NAMES = {"rng", "generator", "random"}
 
 
@@ -46,12 +46,12 @@ class Sizes:
     counts: tuple[int, ...] = (1, 2, 3)
     """Numbers of drafts at a node."""
     cases: int = 120
-    """Random pairs of distributions for each vocabulary and number of drafts; awkward ones come on top."""
+    """Random pairs of distributions per vocabulary and number of drafts, in addition to awkward ones."""
     node_samples: int = 20_000
     texts: int = 4_000
-    """Of four tokens, from 32 tokens and from fixture F."""
+    """Texts of four tokens, over 32 tokens and fixture F."""
     small_texts: int = 20_000
-    """Of three tokens, from a vocabulary of three."""
+    """Texts of three tokens, over a vocabulary of three."""
     prompts: int = 40
     greedy_tokens: int = 20
 
@@ -67,7 +67,7 @@ QUICK = Sizes(
     prompts=6,
     greedy_tokens=10,
 )
-"""For a first look, and for tests of the kit itself."""
+"""For `--quick`, and for tests of the kit itself."""
 
 
 class Draws(StrEnum):
@@ -85,14 +85,14 @@ class Draws(StrEnum):
 
 
 class Arrays(StrEnum):
-    """What a rule's probabilities come as."""
+    """The kind of arrays that a rule takes."""
 
     TORCH = "torch"
     NUMPY = "numpy"
 
 
 class RuleError(FailureError):
-    """A rule did not return what it must; with the arguments it was called with."""
+    """A rule failed or returned something invalid; carries the arguments of that call."""
 
     def __init__(self, reason: str, target_probs: Tensor, draft_probs: Tensor, children: list[int]) -> None:
         super().__init__(reason)
@@ -100,9 +100,9 @@ class RuleError(FailureError):
 
 
 class OwnRule(Scheme):
-    """A user's function as a scheme, called node by node, and how its children are drawn.
+    """A user's function as a scheme: it is called for each node, and `draws` says how its children are drawn.
 
-    It gets float64 probabilities that sum to one and a list of children, copies that it may change.
+    The function gets float64 probabilities that sum to one, and a list of children; all are copies that it may change.
     """
 
     name = "own"
@@ -112,11 +112,11 @@ class OwnRule(Scheme):
         self._drawing = draws.scheme()
 
     def child_distribution(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
-        """Return the distribution that the user says children are drawn from."""
+        """Return the distribution of the way of drawing that the user named."""
         return self._drawing.child_distribution(draft_probs_RV, earlier_RJ, count)
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        """Draw the way the user says children are drawn."""
+        """Draw children in the way that the user named."""
         return self._drawing.draw(draft_probs_RV, uniforms_RK)
 
     def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class OwnRule(Scheme):
         children_RK: Tensor,
         *more: Any,
     ) -> list[Any]:
-        """Call the function for each row, and pass its answers through `accept`."""
+        """Call the function for each row; `accept` checks and converts its answers."""
         answers = []
         distributions_RV = normalised(target_probs_RV), normalised(draft_probs_RV)
         for target_V, draft_V, row in zip(*distributions_RV, children_RK.tolist(), strict=True):
@@ -154,7 +154,7 @@ class OwnDistribution(OwnRule):
     def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
         """Call the function node by node."""
         distribution_RV = normalised(target_probs_RV).clone()
-        row_S = (children_RK != NO_TOKEN).any(-1).nonzero()[:, 0]  # without children every rule emits the target's distribution
+        row_S = (children_RK != NO_TOKEN).any(-1).nonzero()[:, 0]  # without children, the distribution is the target's
         if len(row_S):
             distributions = self._called(_as_distribution, target_probs_RV[row_S], draft_probs_RV[row_S], children_RK[row_S])
             distribution_RV[row_S] = torch.stack(distributions)
@@ -200,27 +200,27 @@ class Subject:
     scheme: Scheme
     walk: Walk
     has_distribution: bool = True
-    """Whether the rule states the distribution of what it emits, so that it can be enumerated."""
+    """Whether the rule states the distribution of the token that it emits, so that it can be enumerated."""
     texts_only: bool = False
-    """Whether the rule for one node is certified elsewhere, so that only its walk is left to check."""
+    """True if the scheme is certified separately and only the walk is left to check."""
 
     @property
     def kind(self) -> str:
-        """What it is, in words."""
+        """Description for certificates."""
         if isinstance(self.scheme, OwnRule):
             return (
                 f"{'distribution' if self.has_distribution else 'black box, sampled only'}; children drawn {self.scheme.draws}"
             )
-        elsewhere = "; what the scheme does at one node is certified apart" if self.texts_only else ""
+        elsewhere = "; the scheme is certified separately" if self.texts_only else ""
         return f"scheme {self.scheme.name}, walk {self.walk.name}{elsewhere}"
 
 
 def find_subject(name: str, draws: str | None = None, arrays: str = Arrays.TORCH) -> Subject:
-    """Return what a user names.
+    """Return the subject that a user names.
 
-    A name is a registered scheme or walk (with a scheme that suits it), ``scheme+walk``, or ``module:attribute``: a subclass of
-    `Scheme` or `Walk`, or a function for one node, ``distribution(target_probs, draft_probs, children) -> probs`` or
-    ``verify(target_probs, draft_probs, children, rng) -> token``. `Draws` and `Arrays` are for functions.
+    A name is a registered scheme, a walk (which gets a scheme that fits), ``scheme+walk``, or ``module:attribute``: a subclass
+    of `Scheme` or `Walk`, or a function for one node, ``distribution(target_probs, draft_probs, children) -> probs`` or
+    ``verify(target_probs, draft_probs, children, rng) -> token``. `draws` and `arrays` are for functions.
     """
     kind = member(Arrays, "arrays", arrays)
     if ":" in name and name.partition("+")[0] not in SCHEMES:
@@ -232,7 +232,7 @@ def find_subject(name: str, draws: str | None = None, arrays: str = Arrays.TORCH
     scheme_name, _, walk = name.partition("+")
     scheme = _usual_scheme(WALKS.get(name)) if name in WALKS else SCHEMES.get(scheme_name)()
     walk = name if name in WALKS else WALKS.get(walk or _NODE).name
-    return Subject(name, scheme, resolve_walk(walk, scheme))  # which refuses a walk that cannot use the scheme
+    return Subject(name, scheme, resolve_walk(walk, scheme))  # resolve_walk refuses a walk that cannot use the scheme
 
 
 def all_subjects() -> list[Subject]:
@@ -244,7 +244,7 @@ def all_subjects() -> list[Subject]:
 
 
 def _usual_scheme(walk: type[Walk]) -> Scheme:
-    """Return the first scheme of several children that fits a walk."""
+    """Return the first scheme with several children that fits a walk."""
     schemes = [SCHEMES.get(name) for name in SCHEMES]
     return next(scheme() for scheme in schemes if scheme.max_children != 1 and walk.fits(scheme))
 
@@ -274,7 +274,7 @@ def _imported(name: str) -> Any:
     if not module_name or not attribute:
         raise UsageError(f"{name!r} does not name a rule; write module:function or module:Class")
     here = os.getcwd()
-    sys.path.insert(0, here)  # as `python -m` does: rules are often in the working folder
+    sys.path.insert(0, here)  # as `python -m` does, because rules are often in the working folder
     try:
         module = importlib.import_module(module_name)
     except Exception as error:  # a module may raise anything while it is imported
@@ -305,7 +305,7 @@ def _made(name: str, rule: type) -> Scheme | Walk:
 
 
 def _tells_distribution(name: str, rule: Callable[..., Any]) -> bool:
-    """Distinguish a distribution from a black box by its arguments."""
+    """Return whether a function is a distribution, and not a black box, by its arguments."""
     try:
         parameters = list(inspect.signature(rule).parameters.values())
     except (TypeError, ValueError):

@@ -42,7 +42,7 @@ def generate(
     seed: int,
     draft_temperature: float | None = None,
 ) -> tuple[list[list[int]], float]:
-    """Run rounds as `Decoder` does, with a scheme and a walk that need not be registered.
+    """Generate as `Decoder` does, with a scheme and a walk that need not be registered.
 
     Returns the new tokens of each prompt, and the share of offered tokens that were accepted.
     """
@@ -63,7 +63,7 @@ def generate(
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """One pair of models and a prompt, from which many texts are drawn."""
+    """A pair of models with a prompt, and how many texts to sample."""
 
     label: str
     pair: ModelPair
@@ -72,11 +72,11 @@ class Setting:
     tokens: int
     sampling: SamplingParams = field(default_factory=SamplingParams)
     whole: bool = False
-    """Test each text as one event, which takes few tokens; token by token otherwise."""
+    """True to test each text as one event, for short texts over few tokens; false to test token by token."""
 
     def generate(self, subject: Subject) -> tuple[NDArray[Any], float]:
         """Return texts [N, L], and the share of offered tokens that were accepted."""
-        seed = zlib.crc32(self.label.encode())  # its own: tests that share random numbers would fail together
+        seed = zlib.crc32(self.label.encode())  # settings that shared random numbers would fail together
         prompts = [list(self.pair.prompt)] * self.texts
         texts, acceptance = generate(subject, self.pair, self.tree, prompts, self.sampling, self.tokens, seed)
         return np.array(texts), acceptance
@@ -86,11 +86,11 @@ class Setting:
         return next_distributions(self.pair.target, list(self.pair.prompt), new_NL, self.sampling)
 
     def draft_distributions(self, new_NL: NDArray[Any]) -> NDArray[Any]:
-        """Return the draft's distributions, which only order the tokens in a test."""
+        """Return the draft's distributions, which only determine the order of tokens in a test."""
         return next_distributions(self.pair.draft, list(self.pair.prompt), new_NL, SamplingParams())
 
     def p_values(self, tokens_NL: NDArray[Any]) -> list[float]:
-        """Test texts; a missing token, which has no probability, gives 0."""
+        """Test texts; a missing token is impossible and gives 0."""
         if (tokens_NL < 0).any():
             return [0.0]
         if self.whole:
@@ -104,7 +104,7 @@ def settings_of(sizes: Sizes) -> list[Setting]:
         Setting(label="three tokens", pair=small_pair(), tree="2x2", texts=sizes.small_texts, tokens=3, whole=True),
         Setting(label="fixture F", pair=fixture_pair(), tree="2x2x2", texts=sizes.texts, tokens=4),
         Setting(label="32 tokens", pair=echo_pair(), tree="3x2x1", texts=sizes.texts, tokens=4),
-        # The draft's distribution has fewer tokens than the tree has children.
+        # Here the draft's distribution has fewer tokens than the tree has children.
         Setting(
             label="top-k below width",
             pair=echo_pair(),
@@ -122,6 +122,7 @@ def texts_trial(subject: Subject, sizes: Sizes, settings: list[Setting] | None =
     p_values: list[float] = []
     details: list[dict[str, Any]] = []
     example, least, size = None, 1.0, 0
+    tested, pooled = None, 0.0
     for setting in settings:
         tokens_NL, acceptance = setting.generate(subject)
         found = setting.p_values(tokens_NL)
@@ -130,8 +131,6 @@ def texts_trial(subject: Subject, sizes: Sizes, settings: list[Setting] | None =
         details.append({"setting": setting.label, "texts": len(tokens_NL), "acceptance": acceptance, "p_value": min(found)})
         if min(found) <= least:
             least, example = min(found), _first_token(setting, tokens_NL, min(found))
-    tested, pooled = None, 0.0
-    for setting in settings:
         if setting.whole:
             chance_X = joint_distribution(setting.target_distributions, setting.tokens)
             rare_X = chance_X * setting.texts < LEAST_EXPECTED
@@ -151,7 +150,7 @@ def texts_trial(subject: Subject, sizes: Sizes, settings: list[Setting] | None =
 
 
 def _first_token(setting: Setting, tokens_NL: NDArray[Any], p_value: float) -> CounterExample:
-    """Show the worst setting by its first token's distribution, whichever token is wrong."""
+    """Return a counter-example for a setting that shows the first token's distribution, whichever token is wrong."""
     distribution_V = setting.target_distributions(np.empty((1, 0), dtype=int))[0]
     shares_V = np.bincount(tokens_NL[:, 0].clip(min=0), minlength=len(distribution_V)) / len(tokens_NL)
     return CounterExample(
@@ -170,7 +169,7 @@ def prompts_of(sizes: Sizes) -> list[list[int]]:
 
 
 def greedy_trial(subject: Subject, sizes: Sizes) -> Trial:
-    """At temperature 0 texts must be the target's greedy ones, with greedy and sampled drafts."""
+    """Check that texts at temperature 0 are the target's greedy texts, with greedy and sampled drafts."""
     pair, prompts = echo_pair(), prompts_of(sizes)
     expected = [greedy_text(pair.target, prompt, sizes.greedy_tokens, GREEDY) for prompt in prompts]
     wrong, size, example = 0, 0, None

@@ -11,22 +11,22 @@ from torch import Tensor
 FALSE_ALARM = 1e-4
 """Probability that a correct rule fails any of its statistical tests; seeds are fixed, so results repeat."""
 LEAST_EXPECTED = 5.0
-"""Cells expected less often are pooled: below, the statistic does not follow its limit distribution."""
+"""Cells expected less often are pooled, because with such cells the statistic does not follow its limit distribution."""
 _BINS = 16
-"""Of points that are uniform if a distribution is right."""
+"""Bins for points that are uniform on [0, 1] if a distribution is right."""
 
 Distributions = Callable[[NDArray[Any]], NDArray[Any]]
-"""New tokens so far [N, L] to the next token's probabilities [N, V]."""
+"""`new_NL -> probs_NV`: the next token's probabilities after the new tokens so far."""
 
 
 def survival(statistic: float, freedom: int) -> float:
-    """Return the chance that a chi-square variable of `freedom` degrees exceeds `statistic`."""
+    """Return the probability that a chi-square variable with `freedom` degrees of freedom exceeds `statistic`."""
     shape, half = torch.tensor([freedom / 2, max(statistic, 0.0) / 2], dtype=torch.float64)
     return float(torch.special.gammaincc(shape, half))
 
 
 def critical(freedom: int, false_alarm: float) -> float:
-    """Return the statistic that is exceeded with chance `false_alarm`."""
+    """Return the value that the statistic exceeds with probability `false_alarm`."""
     high = 1.0
     while survival(high, freedom) > false_alarm:
         high *= 2
@@ -34,7 +34,7 @@ def critical(freedom: int, false_alarm: float) -> float:
 
 
 def noncentral_survival(statistic: float, freedom: int, noncentrality: float) -> float:
-    """Return the chance to exceed `statistic` under a noncentral chi-square: a Poisson mixture of central ones."""
+    """Return the probability that a noncentral chi-square variable, a Poisson mixture of central ones, exceeds `statistic`."""
     half = noncentrality / 2
     last = int(half + 12 * half**0.5 + 40)
     extra_J = torch.arange(last, dtype=torch.float64)
@@ -57,7 +57,7 @@ def detectable_distance(samples: int, freedom: int, false_alarm: float, power: f
 
 
 def _bisect(below: Any, high: float) -> float:
-    """Return where `below` turns from true to false, between 0 and `high`."""
+    """Return the point between 0 and `high` at which `below` turns from true to false."""
     low = 0.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -66,12 +66,12 @@ def _bisect(below: Any, high: float) -> float:
 
 
 def chi_square_p_value(counts: NDArray[Any], distribution: NDArray[Any]) -> float:
-    """Test counts against a distribution; cells expected fewer than five times are pooled, impossible events give 0."""
+    """Test counts against a distribution. Cells expected fewer than five times are pooled; impossible events give 0."""
     if counts[distribution == 0].sum() > 0:
         return 0.0
     counts, expected = counts[distribution > 0], distribution[distribution > 0] / distribution.sum() * counts.sum()
     order = np.argsort(expected)
-    # The least likely cells go together until their expectation reaches five.
+    # Pool the least likely cells until their expectation reaches five.
     reached = int(np.searchsorted(np.cumsum(expected[order]), LEAST_EXPECTED)) + 1
     pooled = max(reached, int((expected < LEAST_EXPECTED).sum()))
     expected = np.append(expected[order[pooled:]], expected[order[:pooled]].sum())
@@ -82,7 +82,7 @@ def chi_square_p_value(counts: NDArray[Any], distribution: NDArray[Any]) -> floa
 
 
 def token_p_value(token_R: Tensor, distribution_V: Tensor) -> float:
-    """Test single tokens against a distribution; a missing token, which has no probability, gives 0."""
+    """Test single tokens against a distribution; a missing token is impossible and gives 0."""
     if not ((token_R >= 0) & (token_R < len(distribution_V))).all():
         return 0.0
     return chi_square_p_value(torch.bincount(token_R, minlength=len(distribution_V)).numpy(), distribution_V.double().numpy())
@@ -92,13 +92,13 @@ def tuple_p_value(tuples: Tensor, expected: dict[tuple[int, ...], float]) -> flo
     """Test tuples of tokens against a distribution given as a table."""
     cells_XK = np.array(list(expected))
     tuples_RK = tuples.numpy()
-    # A mixed-radix number for each tuple; a missing child counts as token 0, all others one up.
+    # Encode each tuple as one number, with missing children as 0 and tokens from 1.
     base = max(int(cells_XK.max()), int(tuples_RK.max())) + 2
     radix_K = base ** np.arange(cells_XK.shape[1])
     code_X, code_R = (cells_XK + 1) @ radix_K, (tuples_RK + 1) @ radix_K
     order_X = np.argsort(code_X)
     place_R = np.searchsorted(code_X[order_X], code_R).clip(max=len(code_X) - 1)
-    # An unexpected tuple lands in one more cell, of chance zero.
+    # An unexpected tuple goes into an extra cell of probability zero.
     index_R = np.where(code_X[order_X][place_R] == code_R, order_X[place_R], len(code_X))
     counts = np.bincount(index_R, minlength=len(code_X) + 1)
     return chi_square_p_value(counts, np.array([*expected.values(), 0.0]))
@@ -107,14 +107,14 @@ def tuple_p_value(tuples: Tensor, expected: dict[tuple[int, ...], float]) -> flo
 def text_p_values(
     tokens_NL: NDArray[Any], target_distributions: Distributions, draft_distributions: Distributions
 ) -> list[float]:
-    """Test texts token by token, by the two functions below."""
+    """Test texts token by token, with both of the tests below."""
     return conditional_p_values(tokens_NL[:, :3], target_distributions) + transformed_p_values(
         tokens_NL, target_distributions, draft_distributions
     )
 
 
 def conditional_p_values(tokens_NL: NDArray[Any], target_distributions: Distributions) -> list[float]:
-    """Test the first token, and each later one after the likeliest beginning by the distribution (not by the data)."""
+    """Test the first token, and each later one given the likeliest tokens before it (by the distribution, not in the data)."""
     beginning_1T = np.empty((1, 0), dtype=int)
     p_values = []
     for position in range(tokens_NL.shape[1]):
@@ -131,11 +131,11 @@ def transformed_p_values(
 ) -> list[float]:
     """Test every token given its own beginning, by the probability integral transform.
 
-    Lay each token's distribution out on [0, 1] in some order and take a random point of the emitted token's interval: if the
-    distribution is right these points are independent and uniform over all rows. Errors show only if they push mass in one
-    direction, so there are two orders: by target probability (a wrong context makes likely tokens rare) and by its ratio to the
-    draft's (a wrong verification leaves too much or too little of the draft). Each position is tested alone, for errors at one
-    depth, and all together, for small errors at every node.
+    Lay each token's distribution out on [0, 1] in some order, and take a random point of the emitted token's interval. If the
+    distribution is right, these points are independent and uniform. Errors show only if they push mass in one direction, so
+    there are two orders: by target probability (a wrong context makes likely tokens rare), and by its ratio to the draft's
+    (wrong verification leaves too much or too little of the draft). Positions are tested one by one, for errors at one depth,
+    and all together, for small errors at every node.
     """
     random = np.random.default_rng(0)
     rows = np.arange(len(tokens_NL))
@@ -158,7 +158,7 @@ def transformed_p_values(
 
 
 def joint_p_value(tokens_NL: NDArray[Any], target_distributions: Distributions) -> float:
-    """Test whole texts at once against their joint distribution: for few tokens and short texts."""
+    """Test whole texts against their joint distribution; for short texts over few tokens."""
     chance_X = joint_distribution(target_distributions, tokens_NL.shape[1])
     vocabulary = round(len(chance_X) ** (1 / tokens_NL.shape[1]))
     cell_N = tokens_NL @ vocabulary ** np.arange(tokens_NL.shape[1])[::-1]

@@ -1,4 +1,4 @@
-"""A client of OpenAI-compatible endpoints for greedy text; standard library only."""
+"""A client that gets greedy text from OpenAI-compatible endpoints; standard library only."""
 
 import http.client
 import json
@@ -20,7 +20,7 @@ class Endpoint:
     """The address of an endpoint, and the model to ask for."""
 
     url: str
-    """Of the server, with or without ``/v1``."""
+    """Address of the server, with or without ``/v1``."""
     model: str
     chat: bool = False
     """Ask ``/v1/chat/completions`` instead of ``/v1/completions``."""
@@ -78,8 +78,8 @@ class Endpoint:
             with urllib.request.urlopen(request, timeout=self.timeout) as response:
                 content = response.read()
         except urllib.error.HTTPError as error:
-            said = " ".join(error.read(_SHOWN).decode("utf-8", "replace").split()) or error.reason
-            raise FailureError(f"{self.address} answered HTTP {error.code} ({said}); check --url and --model") from None
+            message = " ".join(error.read(_SHOWN).decode("utf-8", "replace").split()) or error.reason
+            raise FailureError(f"{self.address} answered HTTP {error.code} ({message}); check --url and --model") from None
         except (OSError, http.client.HTTPException) as error:  # URLError is an OSError, as are timeouts
             reason = getattr(error, "reason", None) or error or type(error).__name__
             raise FailureError(f"cannot reach {self.address} ({reason}); check that the server is running, and --url") from None

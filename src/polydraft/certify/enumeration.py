@@ -1,6 +1,6 @@
 """One node: distributions to try a rule on, its emitted distribution by enumeration, and samples drawn as in production.
 
-Enumeration is exact: it needs no samples and raises no false alarms.
+Enumeration is exact: it needs no samples and gives no false alarms.
 """
 
 from dataclasses import dataclass
@@ -18,36 +18,36 @@ from polydraft.trees import parse_tree
 from polydraft.verify import Scheme
 
 TOLERANCE = 1e-9
-"""Of enumerations: float64 leaves about 1e-15, the smallest bug of interest (eps = 1e-3) about 1e-4."""
+"""Allowed error of enumerations: float64 rounding is about 1e-15, the smallest bug of interest (eps = 1e-3) about 1e-4."""
 FIXTURE_SAMPLES = 20_000
 """Structural errors of a rule need up to 11,500 samples of the fixture."""
-# Chosen so that structural errors (WR for WOR, dedup, sorting, wrong residual) show in few samples.
+# Fixture F: structural errors (WR for WOR, dedup, sorting, wrong residual) show in few samples of it.
 FIXTURE_TARGET_V = torch.tensor([0.15, 0.05, 0.24, 0.56], dtype=torch.float64)
 FIXTURE_DRAFT_V = torch.tensor([0.06, 0.72, 0.20, 0.02], dtype=torch.float64)
 
 _BARELY = 1e-7
-"""A tiny mass; a much smaller one would test the rounding of float64 sums, not rules."""
+"""A tiny mass; much smaller ones would test the rounding of float64 sums instead of rules."""
 
 
 class ImproperDrawingError(FailureError):
-    """A rule draws children from something that is not a distribution."""
+    """A rule's `child_distribution` is not a distribution."""
 
 
 def largest_count(scheme: Scheme | type[Scheme], wanted: int) -> int:
-    """Return how many children to ask a scheme for: `wanted`, or as many as it can draw."""
+    """Return how many children to ask a scheme for: `wanted`, or as many as it can take."""
     return wanted if scheme.max_children is None else min(wanted, scheme.max_children)
 
 
 def tree_for(scheme: Scheme | type[Scheme], wanted: str) -> str:
-    """Return the wanted tree, or a chain of its depth if the scheme takes fewer children."""
+    """Return the wanted tree, or a chain of the same depth if the scheme cannot take that many children."""
     limit, topology = scheme.max_children, parse_tree(wanted)
     return wanted if limit is None or topology.max_children <= limit else f"chain:{topology.depth}"
 
 
 def drawings(scheme: Scheme, draft_probs_CV: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Enumerate all drawings of C cases: case_R, children_RK, and the probability of each given its case.
+    """Enumerate all drawings of C cases: return case_R, children_RK, and the probability of each given its case.
 
-    Breadth first over all cases at once, so that a scheme sees a few large calls.
+    Goes breadth first over all cases at once, so that it takes a few large calls of the scheme.
     """
     case_R = torch.arange(len(draft_probs_CV))
     children_RJ = torch.empty(len(case_R), 0, dtype=torch.long)
@@ -55,7 +55,7 @@ def drawings(scheme: Scheme, draft_probs_CV: Tensor, count: int) -> tuple[Tensor
     for _ in range(count):
         distribution_RV = scheme.child_distribution(draft_probs_CV[case_R], children_RJ, count).double()
         _check_drawing(distribution_RV, children_RJ)
-        # A column for "no child" takes the whole mass of zero rows.
+        # One more column, for "no child", takes the whole mass of zero rows.
         distribution_RX = torch.cat([distribution_RV, (distribution_RV.sum(-1) == 0).double()[:, None]], dim=1)
         row_S, child_S = distribution_RX.nonzero(as_tuple=True)
         chance_R = chance_R[row_S] * distribution_RX[row_S, child_S]
@@ -80,7 +80,7 @@ class Enumeration:
     """All drawings of some cases, with the emitted token's distribution for each."""
 
     target_CV: Tensor
-    """What should come out, float64."""
+    """The correct distribution of the emitted token, float64."""
     case_R: Tensor
     children_RK: Tensor
     chance_R: Tensor
@@ -93,14 +93,14 @@ class Enumeration:
 
     @property
     def error_C(self) -> Tensor:
-        """Largest error of the emitted distribution; infinite where it is not a number."""
+        """Largest error of each case's emitted distribution; infinite if it is not a number."""
         return (self.emitted_CV - self.target_CV).abs().amax(-1).nan_to_num(nan=torch.inf)
 
     @property
     def improper_R(self) -> Tensor:
-        """Errors of single distributions, negative or not summing to one; infinite where not a number.
+        """How far each distribution is from being one, by its sum or a negative entry; infinite if it is not a number.
 
-        Drawings less likely than the tolerance are left out: float64 may not distinguish them from impossible ones.
+        Drawings less likely than the tolerance count as 0: float64 may not distinguish them from impossible ones.
         """
         off_R = torch.maximum((self.distribution_RV.sum(-1) - 1).abs(), -self.distribution_RV.amin(-1)).nan_to_num(
             nan=torch.inf
@@ -111,7 +111,7 @@ class Enumeration:
 def enumerate_rule(
     scheme: Scheme, target_probs_CV: Tensor, draft_probs_CV: Tensor, count: int, missing: int = 0
 ) -> Enumeration:
-    """Enumerate all drawings of `count` children; `missing` adds columns without a child, as in a sparse tree."""
+    """Enumerate all drawings of `count` children; `missing` adds columns without children, as in a sparse tree."""
     case_R, children_RK, chance_R = drawings(scheme, draft_probs_CV, count)
     children_RK = torch.nn.functional.pad(children_RK, (0, missing), value=NO_TOKEN)
     distribution_RV = scheme.distribution(target_probs_CV[case_R], draft_probs_CV[case_R], children_RK)
@@ -128,7 +128,7 @@ def enumerate_rule(
 def sample_node(
     scheme: Scheme, target_V: Tensor, draft_V: Tensor, count: int, seed: int, samples: int = FIXTURE_SAMPLES
 ) -> tuple[Tensor, Tensor]:
-    """Draw children_RK and verify them to token_R many times, as in production."""
+    """Draw children_RK and verify them, many times, as in production; return children_RK and the emitted token_R."""
     generator = torch.Generator().manual_seed(seed)
     uniforms_RU = torch.rand(samples, count + scheme.verify_uniforms, generator=generator, dtype=torch.float64)
     draft_RV = draft_V.float().repeat(samples, 1)
@@ -138,7 +138,7 @@ def sample_node(
 
 
 def random_cases(vocabulary: int, cases: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Return target and draft distributions [C, V]: smooth, peaked, with zeros, one-hot, and each tenth pair equal."""
+    """Return target and draft distributions [C, V]: smooth, peaked, with zeros and one-hot; every tenth pair is equal."""
     random = np.random.default_rng(seed)
 
     def distribution() -> NDArray[Any]:
@@ -160,7 +160,7 @@ def random_cases(vocabulary: int, cases: int, seed: int) -> tuple[Tensor, Tensor
 
 
 def degenerate_cases(vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Return every pair of awkward distributions [C, V]: one-hot, equal, disjoint, barely there, nearly equal."""
+    """Return all pairs of awkward distributions [C, V]: one-hot, equal, disjoint, with tiny masses, nearly equal."""
     ranks_V = torch.arange(vocabulary, dtype=torch.float64)
     weights = [
         ranks_V == 0,

@@ -1,4 +1,4 @@
-"""Certificates of greedy identity: a whole decoder, or an endpoint, against the target's own greedy text."""
+"""Certificates of greedy identity: compare a whole decoder, or an endpoint, with the target's own greedy text."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -23,13 +23,13 @@ from polydraft.trees import causal_block
 _LEAST_GAP = 1e-3
 """Logits closer than this are a near-tie in any precision."""
 _NOISE_FACTOR = 4.0
-"""So are logits closer than this many times the rounding measured at that place."""
+"""Logits closer than this many times the rounding measured at their position are a near-tie too."""
 _WATCHED = 16
-"""Likeliest tokens to check, for rounding and for the token an endpoint emitted; a near-tie is among the first two."""
+"""How many of the likeliest tokens to check for rounding, and for the token an endpoint emitted; a near-tie needs only two."""
 _GREEDY = SamplingParams(temperature=0)
 _SURE = 0.99
 _UNFINISHED = "\ufffd"
-"""What a tokenizer writes for an incomplete character."""
+"""Tokenizers write this for an incomplete character."""
 _SHOWN = 40
 
 
@@ -38,19 +38,19 @@ class Likeness(StrEnum):
 
     IDENTICAL = "identical"
     NEAR_TIE = "near-tie"
-    """They diverge where two logits are nearly equal: a matrix product of another shape rounds differently."""
+    """They diverge where two logits are nearly equal, because a matrix product of another shape rounds differently."""
     DIFFERENT = "different"
 
 
 @torch.inference_mode()
 def next_logits(target: HFModel, text: list[int]) -> Tensor:
-    """Return the logits after a text, of one ordinary pass."""
+    """Return the logits after a text, from one ordinary pass."""
     logits_V: Tensor = target.hf_model(torch.tensor([text], device=target.device)).logits[0, -1].float()
     return logits_V
 
 
 def parting(one: list[int], other: list[int]) -> int:
-    """Return the first position at which two texts differ; that is the shorter one's end if it agrees up to there."""
+    """Return the first position at which two texts differ: the end of the shorter one if the other begins with it."""
     pairs = enumerate(zip(one, other, strict=False))
     return next((index for index, (first, second) in pairs if first != second), min(len(one), len(other)))
 
@@ -70,7 +70,7 @@ def likeness_of(target: HFModel, prompt: list[int], expected: list[int], got: li
 
 
 def _tolerance(target: HFModel, text: list[int], logits_V: Tensor) -> float:
-    """Measure the rounding of these very logits: read the text in one pass, and again with its last token by itself."""
+    """Return the largest gap of a near-tie here: measure rounding by reading the last token in a pass of its own."""
     context = target.start(1, len(text))
     context.prefill([text[:-1]])
     last_11 = torch.tensor([text[-1:]], device=target.device)
@@ -87,14 +87,14 @@ class Judgement:
 
     likeness: Likeness
     near_ties: int = 0
-    """Places where the text took the other of two nearly equal logits; after each it is right again."""
+    """Number of positions where the text took the other of two nearly equal logits, and was right again afterwards."""
     details: dict[str, Any] | None = None
-    """Where and how it differs."""
+    """Where and how the text differs."""
 
 
 @dataclass(frozen=True)
 class GreedyReference:
-    """The target's greedy texts, computed without any of the machinery under test: one token at a time."""
+    """The target's greedy texts, computed one token at a time, without any of the code under test."""
 
     target: HFModel
     eos_token_ids: Sequence[int] = ()
@@ -142,7 +142,7 @@ class GreedyReference:
 
 @dataclass(frozen=True)
 class TextJudge:
-    """Compares a text along the target's tokens; where they differ, finds the emitted token by the target's logits."""
+    """Compares a text, whose tokens are unknown, with the target's; where they differ, guesses the token from the logits."""
 
     reference: GreedyReference
     tokenizer: Any
@@ -166,9 +166,9 @@ class TextJudge:
         return Judgement(likeness=Likeness.NEAR_TIE if ties else Likeness.IDENTICAL, near_ties=ties)
 
     def _tie(self, prompt: list[int], new: list[int], expected: list[int], got: str) -> list[int] | None:
-        """Return the new tokens up to a near-tie by which `got` differs from the expected ones; None if there is none.
+        """Return the new tokens up to and including a near-tie where `got` leaves the expected ones; None if there is none.
 
-        That is the last of these or an earlier one, since a token that only begins a character agrees with any text.
+        The tie may be before the last expected token, because a token that only begins a character agrees with any text.
         """
         for place in range(len(expected) - 1, -1, -1):
             context = new + expected[:place]
@@ -188,7 +188,7 @@ class TextJudge:
         return _finished(whole[len(before) :])
 
     def _agreeing(self, prompt: list[int], new: list[int], expected: list[int], got: str) -> int:
-        """Count the expected tokens that `got` begins with, without an end of text after which `got` continues."""
+        """Count the expected tokens that `got` begins with, up to an end-of-text token."""
         for count in range(1, len(expected) + 1):
             ends = expected[count - 1] in self.reference.eos_token_ids
             if ends or not got.startswith(self._text(prompt, new + expected[:count])):
@@ -196,7 +196,7 @@ class TextJudge:
         return len(expected)
 
     def _emitted(self, prompt: list[int], context: list[int], got: str, instead_of: int) -> int | None:
-        """Return the likeliest token, other than the expected one, with which the text continues like `got`."""
+        """Return the likeliest token, other than the expected one, that continues the text as in `got`."""
         done = self._text(prompt, context)
         logits_V = next_logits(self.reference.target, prompt + context)
         for token in logits_V.topk(min(_WATCHED, len(logits_V))).indices.tolist():
@@ -243,7 +243,7 @@ def certify_decoder(
     Parameters
     ----------
     decoder : Decoder
-        Of a Hugging Face target.
+        Its target must be a Hugging Face model.
     prompts : sequence of Prompt
         See `polydraft.prompts.load_prompts`.
     max_new_tokens : int
@@ -256,7 +256,7 @@ def certify_decoder(
     Returns
     -------
     Certificate
-        With one check, `greedy`. After a near-tie, the rest of a text is compared with the target's continuation of it.
+        With one check, `greedy`. After a near-tie, the rest of a text is compared with how the target continues it.
     """
     reference, encoded = _reference(decoder, prompts, chat, max_new_tokens)
     settings: dict[str, Any] = {}
@@ -285,7 +285,7 @@ def certify_endpoint(
     ----------
     endpoint : Endpoint
     target : Decoder
-        Of the model that the endpoint is said to serve; only its tokens and logits are used.
+        A decoder of the model that the endpoint claims to serve; only its tokens and logits are used.
     prompts, max_new_tokens, observer
         As for `certify_decoder`.
     """
@@ -299,7 +299,7 @@ def certify_endpoint(
 
 
 def _used(decoder: Decoder, settings: dict[str, Any]) -> str:
-    """Name the draft, tree, scheme and walk that were used; at temperature 0 the scheme may differ from the one given."""
+    """Return the draft, tree, scheme and walk that were used; at temperature 0 the scheme may not be the one given."""
     if not settings.get("scheme"):
         return "no drafts"
     draft = getattr(decoder.drafter.model, "name", decoder.drafter.name)
@@ -321,7 +321,7 @@ def _reference(
 
 
 def check_room(longest: int, new_tokens: int, positions: int | None) -> None:
-    """Refuse texts longer than the context: we stop there, others continue, and the texts would seem to differ."""
+    """Refuse texts longer than the context: we stop there, others continue, so the texts would seem to differ."""
     if positions is not None and longest + new_tokens > positions:
         raise UsageError(
             f"--max-new-tokens {new_tokens} does not fit after the longest prompt of {longest} tokens in the model's context "
@@ -345,7 +345,7 @@ def _certificate(
         observer(phase, index + 1, len(prompts))
     counts = {kind: sum(judgement.likeness is kind for judgement in judgements) for kind in Likeness}
     wrong = [index for index, judgement in enumerate(judgements) if judgement.likeness is Likeness.DIFFERENT]
-    # The earliest difference is the easiest to look at.
+    # Show the earliest difference, which is the easiest to look into.
     worst = min(wrong, key=lambda index: (judgements[index].details or {}).get("new token number", 0), default=None)
     example = worst is not None and CounterExample(
         reason="a greedy text is not the target's, and where the two diverge it is not a near-tie",

@@ -1,4 +1,4 @@
-"""Wrong verification rules and walks: mistakes that were made, or could be."""
+"""Wrong verification rules and walks ("mutants"): mistakes that people have made, or could make."""
 
 import dataclasses
 
@@ -31,7 +31,7 @@ def _residual(target_RV: Tensor, draft_RV: Tensor) -> Tensor:
 
 
 class Rejection(Scheme):
-    """Recursive rejection with a switch for each mistake; with none set it is correct."""
+    """Recursive rejection with a switch for each mistake; correct as it is."""
 
     name = "mutant"
     drawn_with_replacement = False
@@ -124,7 +124,7 @@ class ResidualNotTaken(Rejection):
 
 
 class DraftAtAnotherTemperature(Rejection):
-    """Test against the draft's distribution at another temperature than the children were drawn at."""
+    """Test against the draft's distribution at another temperature than the one that children were drawn at."""
 
     draft_temperature = 1.1
 
@@ -148,7 +148,7 @@ class RemovedBeforeResidual(Rejection):
 
 
 class TopAndOne(Scheme):
-    """Top children and one sampled from the rest, which alone is tested: correct, against the distribution of the rest."""
+    """Take the top children and one sampled from the rest, and test only that one; correct against the rest's distribution."""
 
     name = "mutant"
     tested_against_rest = True
@@ -176,21 +176,21 @@ class GreedyTestedAgainstDraft(TopAndOne):
 
 
 class DrawnByRank(RejectionWithoutReplacement):
-    """Draw the likeliest children while the distribution says that they are sampled."""
+    """Draw the likeliest children, although `child_distribution` says that they are sampled."""
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         return draft_probs_RV.topk(uniforms_RK.shape[1], dim=1).indices
 
 
 class KSeqFewSteps(KSeq):
-    """The correct rule, exact with any number of steps, with as few as the mutant below."""
+    """The correct rule with as few steps as the mutant below; it is exact with any number of steps."""
 
     def __init__(self) -> None:
         super().__init__(steps=2)
 
 
 class KSeqLowerEnd(KSeqFewSteps):
-    """Take the lower end of the interval of ρ: the residual is then negative somewhere, and cut off."""
+    """Take the lower end of the interval of ρ: the residual then has negative entries, which are cut off."""
 
     def _rho(self, target_RV: Tensor, draft_RV: Tensor, count_R1: Tensor) -> Tensor:
         upper_R1 = super()._rho(target_RV, draft_RV, count_R1)
@@ -216,7 +216,7 @@ class RaceOfDistinctChildren(Race):
 
 
 class RaceWithoutExchange(Race):
-    """Let every child race from its own places: it wins by the distribution of the largest, not by the planned one."""
+    """Let every child race from its own places: the winner follows the distribution of the largest, not the planned one."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
@@ -224,7 +224,7 @@ class RaceWithoutExchange(Race):
 
 
 class BucketsSharedByTarget(RaceBucketed):
-    """Divide what a bucket wins among its tokens by the target's distribution, while children are drawn by the draft's."""
+    """Share what a bucket wins among its tokens by the target's distribution, although children are drawn by the draft's."""
 
     def __init__(self) -> None:
         super().__init__(buckets=3)
@@ -240,7 +240,7 @@ class BucketsSharedByTarget(RaceBucketed):
 
 
 class HybridWithoutHandover(Hybrid):
-    """Declare that certain children are selected by the target's distribution, and never select them."""
+    """Declare that certain children are selected by the target's distribution, but never select them."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
         right = super().contest(target_probs_RV, draft_probs_RV, children_RK)
@@ -316,7 +316,7 @@ STRUCTURAL: list[type[Scheme]] = [
     HybridOfAnotherThreshold,
     SpecHubTestedAgainstDraft,
 ]
-"""Wrong enough to show in 20,000 samples of the fixture."""
+"""Wrong enough to fail with 20,000 samples of the fixture."""
 
 SUBTLE: list[type[Scheme]] = [
     EpsilonInDenominator,
@@ -324,7 +324,7 @@ SUBTLE: list[type[Scheme]] = [
     KSeqLowerEnd,
     RaceWithoutExchange,
 ]
-"""Only enumeration detects these: sampling would take a million draws, or other distributions than the fixture's."""
+"""Only enumeration detects these: samples would need a million draws, or other distributions than the fixture's."""
 
 WRONG_WALKS: list[type[Walk]] = [BonusFromRoot, DistributionOfFirstNode, SameNumbersAtEveryLevel]
-"""Walks that go wrong with correct rules."""
+"""Walks that are wrong even with correct rules."""

@@ -1,4 +1,4 @@
-"""Pairs of models with known distributions, and the distributions of their texts, computed independently in numpy."""
+"""Pairs of models with known distributions, and the distributions of their texts, computed independently with numpy."""
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -13,7 +13,7 @@ from polydraft.models import TabularModel
 from polydraft.sampling import SamplingParams
 
 ECHO_VOCABULARY = 32
-_SHARPNESS = 2.5  # distributions of about two nats: there are rejections, and few enough cells to test them
+_SHARPNESS = 2.5  # gives distributions of about two nats: drafts are rejected, yet there are few enough cells to test
 _LAST = [14, 9, 3]
 
 
@@ -29,7 +29,8 @@ class ModelPair:
 def echoing_model(seed: int) -> TabularModel:
     """Make a random table that tends to repeat its context, so that penalties matter.
 
-    It depends on three tokens: drafting starts from two known ones, so only a third shows errors in a draft's cache.
+    Distributions depend on the last three tokens: drafting starts from two known tokens, so only a third can reveal errors in
+    the draft's cache.
     """
     generator = torch.Generator().manual_seed(seed)
     table_XXXV = _SHARPNESS * torch.randn([ECHO_VOCABULARY] * 4, generator=generator)
@@ -41,23 +42,23 @@ def echoing_model(seed: int) -> TabularModel:
 
 @cache
 def echo_pair() -> ModelPair:
-    """32 tokens, distributions of about two nats, a draft that mostly agrees."""
+    """Return models of 32 tokens with distributions of about two nats, and a draft that mostly agrees."""
     target = echoing_model(seed=1)
-    # The likeliest continuations are in the prompt, where the repetition penalty finds them.
+    # Put the likeliest continuations into the prompt, so that the repetition penalty applies to them.
     likeliest = [int(token) for token in target.logits_after(_LAST).topk(3).indices]
     return ModelPair(target, target.mixed_with(echoing_model(seed=2), share=0.7), (*likeliest, *_LAST))
 
 
 @cache
 def fixture_pair() -> ModelPair:
-    """Fixture F at every node, where wrong verification shows first."""
+    """Return models with the distributions of fixture F at every node: they expose wrong verification soonest."""
     models = [TabularModel(distribution_V.log().repeat(4, 1)) for distribution_V in (FIXTURE_TARGET_V, FIXTURE_DRAFT_V)]
     return ModelPair(models[0], models[1], (0, 0))
 
 
 @cache
 def small_pair() -> ModelPair:
-    """Three tokens whose distributions depend on the last three: few enough texts to test each of them."""
+    """Return models of three tokens whose distributions depend on the last three: few enough texts to test each of them."""
     models = [TabularModel.random(3, order=3, seed=seed, sharpness=1.5) for seed in (5, 6)]
     return ModelPair(models[0], models[1], (2, 0, 1))
 
@@ -76,7 +77,7 @@ def joined(prompt: list[int], new_NL: NDArray[Any]) -> NDArray[Any]:
 def sampled_distributions(
     scores_NV: NDArray[Any], text_NT: NDArray[Any], new_NL: NDArray[Any], params: SamplingParams
 ) -> NDArray[Any]:
-    """Return the sampling distributions for logits after whole texts, with steps in the order of Hugging Face `generate`."""
+    """Return the sampling distributions for logits after whole texts; steps have the order of Hugging Face `generate`."""
     scores_NV = scores_NV.copy()
     for token, bias in params.logit_bias.items():
         scores_NV[:, token] += bias
@@ -117,14 +118,14 @@ def _softmax(scores_NV: NDArray[Any]) -> NDArray[Any]:
 
 
 def _truncated(probs_NV: NDArray[Any], params: SamplingParams) -> NDArray[Any]:
-    """Top-k, then the nucleus of what is left, then min-p, and renormalise; on tokens sorted from the likeliest down."""
+    """Apply top-k, then top-p to what is left, then min-p, to tokens sorted from the likeliest down; then renormalise."""
     order_NV = np.argsort(-probs_NV, axis=-1)
     sorted_NV = np.take_along_axis(probs_NV, order_NV, axis=-1)
     if params.top_k:
         sorted_NV[:, params.top_k :] = 0
     sorted_NV /= sorted_NV.sum(-1, keepdims=True)
     mass_before_NV = np.cumsum(sorted_NV, axis=-1) - sorted_NV
-    if params.top_p < 1:  # with 1 all stay, whatever the sums round to
+    if params.top_p < 1:  # with 1 keep all tokens, whatever the sums round to
         sorted_NV[mass_before_NV >= params.top_p] = 0
     sorted_NV[sorted_NV < params.min_p * sorted_NV[:, :1]] = 0
     distribution_NV = np.zeros_like(probs_NV)
@@ -133,7 +134,7 @@ def _truncated(probs_NV: NDArray[Any], params: SamplingParams) -> NDArray[Any]:
 
 
 def greedy_text(model: TabularModel, prompt: list[int], count: int, params: SamplingParams) -> list[int]:
-    """Continue a prompt by the likeliest token, one at a time."""
+    """Return the greedy continuation of a prompt, computed one token at a time."""
     new_tokens: list[int] = []
     while len(new_tokens) < count:
         distribution_1V = next_distributions(model, prompt, np.array(new_tokens, dtype=int)[None], params)

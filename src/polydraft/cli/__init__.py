@@ -1,1 +1,1 @@
-"""The command line; one module a command, imported when it runs."""
+"""The command line: one module per command, imported only when the command runs."""

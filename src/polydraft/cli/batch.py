@@ -15,6 +15,9 @@ from polydraft.cli.options import Choices, GroupedCommand, options_of, prepare, 
 from polydraft.cli.terminal import PhaseProgress, announce_start
 from polydraft.errors import FailureError, UsageError
 
+_MOST_NAMED = 8
+"""Bad rows that the error at the end names."""
+
 
 @click.command("batch", cls=GroupedCommand)
 @click.argument("prompts", type=click.Path(path_type=Path))
@@ -29,7 +32,7 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     """Generate text for every row of the file PROMPTS.
 
     Rows are JSON lines (with a prompt, with messages, or in another known format), or plain text with one prompt per line.
-    When a text ends, the next row takes its slot. Results come in the order of the rows, each with its row number. A row that
+    When a text ends, the next row takes its slot. Results have the order of the rows, each with its row number. A row that
     cannot be used gets an error as its result and does not stop the others. After an interruption, --resume continues after
     the last result; every row has its own seed, so its text stays the same. With --ray, workers on a cluster share the rows.
     """
@@ -93,7 +96,7 @@ def _by_ray(choices: Choices, workers: WorkerOptions) -> Callable[..., Any]:
 
 
 def _bad_rows(out: Path) -> str:
-    """List the first few bad rows."""
+    """Return the numbers of the first few bad rows."""
     numbers = []
     with out.open(encoding="utf-8") as file:
         for line in file:
@@ -102,6 +105,3 @@ def _bad_rows(out: Path) -> str:
                 if len(numbers) > _MOST_NAMED:
                     return f"{', '.join(numbers[:_MOST_NAMED])}, ..."
     return ", ".join(numbers)
-
-
-_MOST_NAMED = 8

@@ -36,7 +36,7 @@ _prompted = with_options(
         json_option,
     ]
 )
-"""Options of both commands that compare texts with the target's."""
+"""Options shared by both commands that compare texts with the target's."""
 
 
 @click.command("decoder", cls=GroupedCommand)
@@ -47,8 +47,8 @@ def _decoder(raw: bool, as_json: bool, source: str, limit: int, max_new_tokens: 
     """Compare a decoder's greedy texts, token by token, with those of the target alone.
 
     The target's own text comes from its Hugging Face forward pass, one token at a time. Where two texts differ, the target's
-    logits decide: if they are practically equal it is a near-tie, and the comparison continues from there; anything else is a
-    counter-example. --scheme matters only if --draft-temperature is above 0. A --lossy decoder is expected to fail.
+    logits decide: if the two are practically equal, it is a near-tie, and the comparison continues from there; anything else is
+    a counter-example. --scheme matters only if --draft-temperature is above 0. A --lossy decoder is expected to fail.
     """
     announce_start()
     from polydraft.certify.greedy_identity import certify_decoder
@@ -60,7 +60,7 @@ def _decoder(raw: bool, as_json: bool, source: str, limit: int, max_new_tokens: 
         decoder = loading.decoder()
         certificate = certify_decoder(decoder, prompts, max_new_tokens=max_new_tokens, chat=not raw, observer=progress)
     _show(certificate, as_json)
-    if not decoder.lossless:  # that no text differed proves nothing
+    if not decoder.lossless:  # equal texts prove nothing then
         raise FailureError(f"{decoder.drafter.name} is not certified: it declares itself lossy; more prompts would show it")
 
 
@@ -76,7 +76,7 @@ def _endpoint(as_json: bool, source: str, limit: int, max_new_tokens: int, **opt
     """Compare an endpoint's text at temperature 0 with the greedy text of --target, the model it claims to serve.
 
     Texts are compared along the target's tokens; its logits decide what is a near-tie, as in 'certify decoder'. Prompts are
-    sent as they are, or with --chat as one user message.
+    sent as they are or, with --chat, as one user message.
     """
     announce_start()
     from polydraft.certify.endpoint import Endpoint
@@ -94,7 +94,7 @@ def _endpoint(as_json: bool, source: str, limit: int, max_new_tokens: int, **opt
 
 
 class _Certify(click.Command):
-    """A command that takes names, unless the first one is a subcommand."""
+    """A command that takes names, unless its first argument is a subcommand."""
 
     others: ClassVar[dict[str, click.Command]] = {"decoder": _decoder, "endpoint": _endpoint}
 
@@ -117,7 +117,7 @@ class _Certify(click.Command):
     "--draws", default=None, help="How drafts for your function are drawn: with-replacement, without-replacement or top."
 )
 @click.option("--arrays", default="torch", show_default=True, help="Arrays that your function takes: torch or numpy.")
-@click.option("--quick", is_flag=True, help="Run fewer checks: seconds instead of half a minute per name.")
+@click.option("--quick", is_flag=True, help="Try fewer cases: seconds instead of half a minute per name.")
 @click.option("--no-power", is_flag=True, help="Skip the known wrong rules.")
 @machine_options(skip=("device", "dtype"))
 @json_option
@@ -143,10 +143,9 @@ def command(
         raise UsageError(f"--all already covers {names[0]}; give names or --all, not both")
     if not everything and not names:
         raise UsageError("name what to certify, such as rrs-wor, or give --all; 'polydraft info' lists schemes and walks")
-    if everything and draws is not None:
-        raise UsageError(f"--draws {draws} works only with your own function, module:function; leave it out with --all")
-    if everything and arrays != "torch":
-        raise UsageError(f"--arrays {arrays} works only with your own function, module:function; leave it out with --all")
+    for flag, value, default in (("--draws", draws, None), ("--arrays", arrays, "torch")):
+        if everything and value != default:
+            raise UsageError(f"{flag} {value} works only with your own function, module:function; leave it out with --all")
     announce_start()
     from polydraft.certify import FULL, QUICK, all_subjects, certify, find_subject
 

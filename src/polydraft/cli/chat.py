@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from polydraft.engine import Decoder, Generation
     from polydraft.sampling import SamplingParams
 
-_HELP = "/reset forgets the conversation, /stats shows the figures of the last answer, /exit or end of input leaves"
+_HELP = "/reset forgets the conversation, /stats shows the figures of the last answer, /exit or end of input ends the program"
 
 
 @click.command("chat", cls=GroupedCommand)
@@ -23,7 +23,7 @@ def command(system: str | None, **options: Any) -> None:
     """Chat with the target; each turn processes only the new text.
 
     Each line of standard input is one turn. /reset forgets the conversation, /stats shows the figures of the last
-    answer, /exit leaves.
+    answer, /exit ends the program.
     """
     from polydraft.cli.terminal import TokenPrinter, output_console, standard_input, summary_line
 
@@ -31,7 +31,7 @@ def command(system: str | None, **options: Any) -> None:
     params = choices.check()
     source = standard_input()
     decoder = choices.decoder()
-    decoder.encode_chat([{"role": "user", "content": "hello"}])  # refuses a model without a chat template at once
+    decoder.encode_chat([{"role": "user", "content": "hello"}])  # refuses a model without a chat template before any input
 
     console = output_console()
     interactive = source.isatty() and console.is_terminal
@@ -67,7 +67,7 @@ def command(system: str | None, **options: Any) -> None:
 def _answer(
     decoder: "Decoder", messages: list[dict[str, str]], choices: Choices, params: "SamplingParams", printer: "TokenPrinter"
 ) -> "Generation":
-    """Print an answer as it comes; Ctrl-C ends the answer, not the conversation."""
+    """Print an answer as it is generated; Ctrl-C ends the answer, not the conversation."""
     from polydraft.cli.terminal import play
 
     request = choices.request(params) | {"seed": choices.seed + len(messages)}
@@ -78,7 +78,7 @@ def _answer(
 
 
 def _read_line(interactive: bool) -> str | None:
-    """Return the next line without its ends, or None at the end of input."""
+    """Return the next line, stripped, or None at the end of input."""
     from polydraft.cli.terminal import not_text, read_line
 
     while True:
@@ -87,5 +87,5 @@ def _read_line(interactive: bool) -> str | None:
             return None if line is None else line.strip()
         except (EOFError, KeyboardInterrupt):
             return None
-        except UnicodeDecodeError as error:  # typed by a user, who can try again
+        except UnicodeDecodeError as error:  # from the prompt, where the user can try again
             click.echo(f"polydraft: error: {not_text(error)}", err=True)

@@ -1,4 +1,4 @@
-"""`--compare`: Hugging Face `generate`, plain decoding and drafts in one run, and whether drafting pays here."""
+"""`--compare`: run Hugging Face `generate`, plain decoding and drafts on one prompt, and show whether drafting pays."""
 
 import dataclasses
 import time
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
 
 HUGGING_FACE = "Hugging Face generate"
 _WARM_UP = 8
-"""Tokens on a CPU; on a GPU the whole text is the warm-up, because its rounds are captured in it."""
-_FEW = 0.5
-"""If a smaller share of rounds has drafts, the mean round says little about them."""
+"""Tokens on a CPU; on a GPU we warm up with the whole text, because its rounds are captured then."""
+_FEW_DRAFTED = 0.5
+"""With a smaller share of rounds that have drafts, the mean round says little about the cost of drafting."""
 
 
 def compare(task: "Task", decoder: Decoder, console: Any) -> None:
-    """Decode the same prompt in every way; print the text, then a table and what it means."""
+    """Decode the same prompt in every way; print the text, a table, and what the table means."""
     plain, unaided = decoder.replace(drafter=None), dataclasses.replace(task, prediction=None)
     click.echo("warming up ...", err=True)
     unaided.run(plain, **_short(task, decoder))
@@ -73,7 +73,7 @@ def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | No
     others = dataclasses.replace(SamplingParams(), **{name: getattr(params, name) for name in SAMPLING_NAMES})
     if not isinstance(target, HFModel) or target.int8 or target.spread is not None or others != params:
         return None
-    own = GenerationDefaults(target.hf_model, decoder.eos_token_ids).followed  # which `generate` follows, whatever we do
+    own = GenerationDefaults(target.hf_model, decoder.eos_token_ids).followed  # `generate` always follows these defaults
     if decoder.defaults is None and not own.keys() <= set(SAMPLING_NAMES):
         return None
     click.echo(f"decoding with {HUGGING_FACE}, for comparison ...", err=True)
@@ -97,11 +97,11 @@ def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | No
         run(_WARM_UP)
         _, first = run(1)
         found, seconds = run(task.choices.max_new_tokens)
-    except Exception as error:  # whatever a model's own code raises: the comparison goes on without it
+    except Exception as error:  # a model's own code may raise anything; compare without it
         click.echo(f"{HUGGING_FACE} failed and is left out: {first_line(error)}", err=True)
         return None
     count = len(found)
-    # The first token comes with the prompt; this is how long all would take at the pace of the others.
+    # The first token comes from the pass over the prompt: extrapolate from the other tokens to all of them.
     decoding = (seconds - first) * count / (count - 1) if count > 1 else seconds
     stats = Stats(new_tokens=count, block_tokens=count, passes=count, rounds=count, total_seconds=first + decoding)
     stats.seconds["prefill"] = first
@@ -111,7 +111,7 @@ def hugging_face(task: "Task", decoder: Decoder) -> tuple[Stats, list[int]] | No
 def hugging_face_text(
     model: Any, prompt: list[int], end_tokens: Iterable[int], most: int, seed: int, **options: Any
 ) -> list[int]:
-    """Return the new tokens, `most` at most, that Hugging Face `generate` adds to a prompt."""
+    """Return the new tokens, at most `most`, that Hugging Face `generate` adds to a prompt."""
     ids_1T, ends = torch.tensor([prompt], device=model.device), [*end_tokens]
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -138,13 +138,13 @@ def drafting_always(decoder: Decoder) -> Decoder | None:
 
 
 def draft_name(decoder: Decoder) -> str:
-    """Name the draft model, or the drafter if there is none."""
+    """Return the name of the draft model, or of the drafter if there is no model."""
     model = decoder.drafter.model
     return model.name if model is not None else decoder.drafter.name
 
 
 def tree_name(decoder: Decoder) -> str:
-    """Name the tree, or both if single greedy texts have another one."""
+    """Return the name of the tree, or two names if single greedy texts have another one."""
     drafter = decoder.drafter
     if isinstance(drafter, TreeDrafter) and drafter.greedy is not None:
         return f"{drafter.greedy}/{drafter.topology}"
@@ -152,12 +152,12 @@ def tree_name(decoder: Decoder) -> str:
 
 
 def arm_name(decoder: Decoder) -> str:
-    """Name a row of the table."""
+    """Return the label of a decoder's row in the table."""
     return f"{draft_name(decoder)}, tree {tree_name(decoder)}"
 
 
 def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
-    """Compare runs; the first row is the baseline."""
+    """Return a table that compares runs; the first row is the baseline."""
     headings = ("tokens", "tokens/s", "speed-up", "tokens/pass", "accepted")
     table = figures_table("decoding", headings, "same prompt, same run; a pass is one forward of the target")
     baseline = rows[0][1].tokens_per_second
@@ -177,7 +177,7 @@ def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
 
 def rested(stats: Stats) -> bool:
     """Whether most rounds had no drafts."""
-    return _offered(stats) < _FEW * stats.rounds
+    return _offered(stats) < _FEW_DRAFTED * stats.rounds
 
 
 def _offered(stats: Stats) -> int:
@@ -185,7 +185,7 @@ def _offered(stats: Stats) -> int:
 
 
 def break_even_line(plain: Stats, drafted: Stats) -> str:
-    """Say what a round with drafts costs here and how many tokens make it pay, or that few rounds had drafts."""
+    """Return what a round with drafts costs here and how many tokens make it pay, or that few rounds had drafts."""
     if rested(drafted):
         return (
             f"{_offered(drafted)} of {drafted.rounds} rounds had drafts; for the others there was nothing to propose, or "
@@ -206,13 +206,13 @@ def break_even_line(plain: Stats, drafted: Stats) -> str:
 
 
 def _exact(target: Any) -> bool:
-    """Whether a token's logits are the same in a tree as alone, up to float32 rounding."""
+    """Whether a token's logits in a tree equal those in a pass of its own, up to float32 rounding."""
     same_bits = getattr(target, "native", None) is not None or getattr(target, "invariant", False)
     return same_bits or getattr(target, "dtype", None) is torch.float32
 
 
 def _state_identity(baseline: Generation, result: Generation, console: Any, exact: bool) -> None:
-    """Say whether both texts are the same; a difference is an error, except for near-ties in half precision."""
+    """Print whether both texts are the same; a difference is an error, except in half precision, where logits can tie."""
     if baseline.token_ids == result.token_ids:
         console.print("plain and drafted texts are identical, token by token")
         return
@@ -223,7 +223,7 @@ def _state_identity(baseline: Generation, result: Generation, console: Any, exac
 
 
 def _state_likeness(theirs: list[int], ours: list[int], console: Any) -> None:
-    """Say whether Hugging Face gave the same text; its kernels round differently, which may decide near-ties."""
+    """Print whether Hugging Face gave the same text; its kernels round differently, which can decide near-ties."""
     if theirs == ours:
         console.print(f"{HUGGING_FACE} gives the same text")
     else:

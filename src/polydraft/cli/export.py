@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from polydraft.cli.options import machine_options, prepare
+from polydraft.cli.options import machine_options, placed
 from polydraft.cli.terminal import announce_start
 from polydraft.errors import UsageError
 from polydraft.output import cannot_write, check_folder, partial_folder
@@ -27,14 +27,14 @@ def command() -> None:
 )
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New folder for the exported head.")
 @click.option("--target", help="Target model of the head  [default: the one it was trained for].")
-@click.option("--verifier", help="Target's name or folder where the head will be used  [default: the same as --target].")
+@click.option("--verifier", help="Name or folder of the target where the head will be used  [default: the same as --target].")
 @machine_options(device={"help": "auto, cpu, cuda, cuda:1, ..."}, dtype={"help": "auto, float32, bfloat16."})
 def head(
     folder: str, form: str, out: Path, target: str | None, verifier: str | None, device: str, dtype: str, threads: int | None
 ) -> None:
-    """Export the feature head HEAD (a folder or a name), so that other engines load it and compute the same logits.
+    """Export the feature head HEAD (a folder or a name), so that other engines can load it and compute the same logits.
 
-    Notes on standard error list what the format cannot express.
+    Prints to standard error what the format cannot express.
     """
     check_folder(out, resume=False)
     if out.exists():
@@ -45,13 +45,11 @@ def head(
     from polydraft.models.bundled import BUNDLED, bundled_folder
     from polydraft.models.heads.head_export import export_speculators
     from polydraft.models.loading import load_draft, load_model
-    from polydraft.models.placement import resolve_device, resolve_dtype
 
-    prepare(threads)
+    place = placed(device, dtype, threads)
     with _new_folder(out) as partial:
         name = target or _trained_for(folder)
-        place = resolve_device(device)
-        loaded = load_model(name, place, resolve_dtype(dtype, place))
+        loaded = load_model(name, *place)
         draft = load_draft(folder, loaded)
         if not isinstance(draft, FeatureHead):
             raise UsageError(f"{folder} is not a feature head; give a folder made by: polydraft train head")
@@ -64,7 +62,7 @@ def head(
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """Yield a temporary folder that becomes `out` at the end of the block; fail early if it cannot be written."""
+    """Yield a temporary folder that becomes `out` at the end of the block; fail at once if it cannot be written."""
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
         with partial_folder(out) as partial:

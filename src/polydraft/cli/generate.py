@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from polydraft.sampling import SamplingParams
 
 _EXPERT = ("mode", "early_stopping", "draws", "verification", "min_width", "one_cache", "model_only")
-"""Fields of beams that `--set` sets."""
+"""Fields of beams that have no flag; `--set` sets them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,11 +52,11 @@ class BeamChoices:
     model_only: bool = False
 
     def given(self) -> dict[str, Any]:
-        """Return the options that were given."""
+        """Return the options that the user gave."""
         return {name: value for name, value in vars(self).items() if value is not None and value is not False}
 
     def options(self, temperature: float) -> "BeamOptions":
-        """Return them as `BeamOptions`."""
+        """Return the options given, as `BeamOptions`."""
         from polydraft.beam import BeamOptions
 
         fields = {"mode": "search" if temperature == 0 else "sample", **self.given()}
@@ -76,12 +76,12 @@ class Task:
     compare: bool
     as_json: bool
     schema: Any = None
-    """A JSON schema that the text follows."""
+    """A JSON schema that the text must follow."""
     prediction: str | None = None
-    """What the text is expected to be."""
+    """The text that the user expects."""
 
     def run(self, decoder: "Decoder", printer: Any = None, **changes: Any) -> "Generation":
-        """Decode one text, with some options of the request changed."""
+        """Decode one text; `changes` override options of the request."""
         from polydraft.cli.terminal import play
         from polydraft.sampling import Grammar
 
@@ -96,8 +96,7 @@ class Task:
         """Decode with beams."""
         from polydraft.cli.terminal import play
 
-        fields = {name: getattr(options, name) for name in options.__dataclass_fields__}
-        stream = beams.stream(self.text, chat=not self.raw, **self.choices.request(self.params), **fields)
+        stream = beams.stream(self.text, chat=not self.raw, **self.choices.request(self.params), **vars(options))
         play(stream, printer)
         return stream.result()
 
@@ -119,7 +118,7 @@ class Task:
     heading="Drafting and verification",
     type=click.Path(path_type=Path),
     default=None,
-    help="File with the text that you expect, such as a file to rewrite; candidates are drafted from it.",
+    help="File with the text that you expect, such as a file to rewrite; drafts are taken from it.",
 )
 @click.option("--raw", is_flag=True, help="Use the prompt as it is, without the chat template.")
 @click.option("--compare", is_flag=True, help="Also decode without drafts and with Hugging Face, and print a comparison.")
@@ -135,8 +134,8 @@ def command(
 ) -> None:
     """Generate text that continues or answers PROMPT ('-' reads the prompt from standard input).
 
-    Whichever draft, tree and scheme you choose, the text is distributed exactly as the target alone would sample it; at
-    temperature 0 it is the target's greedy text. With --beams it comes from beam search or beam sampling: see docs/beams.md.
+    Whichever draft, tree and scheme you choose, the text has exactly the distribution of the target's own samples; at
+    temperature 0 it is the target's greedy text. With --beams it comes from beam search or beam sampling (docs/beams.md).
     """
     from polydraft.cli.terminal import read_all
     from polydraft.prompts import check_text
@@ -274,7 +273,7 @@ def _generate_beams(task: Task, beams: BeamChoices) -> None:
         if choices.draft not in ("auto", "none"):
             raise UsageError(f"--twins needs no draft, but --draft {choices.draft} is given; leave one of them out")
         task = dataclasses.replace(task, choices=dataclasses.replace(choices, draft="none"))
-    decoder = dataclasses.replace(task.choices, profile="none").decoder()  # profiles are about trees, not forests
+    decoder = dataclasses.replace(task.choices, profile="none").decoder()  # profiles choose trees, which beams do not use
     beam_decoder = BeamDecoder(decoder)
     if beam_decoder.draft is None and not options.twins:
         for name in ("draft_width", "draft_depth", "width_threshold"):
@@ -314,17 +313,17 @@ def _generate_beams(task: Task, beams: BeamChoices) -> None:
 _NOT_FOR_BEAMS = {
     "scheme": "which have their own verification; leave it out, or see --set verification",
     "walk": "which have their own verification; leave it out, or see --set verification",
-    "tree": "which grow forests; leave it out, or see --draft-width and --draft-depth",
+    "tree": "which draft forests; leave it out, or see --draft-width and --draft-depth",
     "drafter": "which take their drafts from a model or, with --twins, from the target; leave it out",
     "lossy": "which have their own verification; leave it out",
     "decision": "which decide for themselves when to stop drafting; leave it out",
     "draft_temperature": "whose draft samples as the target does; leave it out",
 }
-"""Options of single texts, and why they do not apply to beams."""
+"""Options for single texts, and why they do not apply to beams."""
 
 
 def _refuse_what_does_not_apply(choices: Choices) -> None:
-    """Refuse options that are only for single texts."""
+    """Refuse options for single texts."""
     for name, why in _NOT_FOR_BEAMS.items():
         value, default = getattr(choices, name), Choices.__dataclass_fields__[name].default
         if value != default and (name, value) != ("drafter", "model"):

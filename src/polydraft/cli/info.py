@@ -1,4 +1,4 @@
-"""`polydraft info`: what is installed or, for a target, how it runs, what drafts for it, and what would make it faster."""
+"""`polydraft info`: show what is installed or, for a target, how it runs, what drafts for it and what would make it faster."""
 
 import dataclasses
 import importlib.metadata
@@ -28,7 +28,7 @@ _TARGET = (
     "Show what this model is and what would make it faster: smollm2, a folder, a GGUF file or a hub name. No weights are read."
 )
 _WIDEST = 120
-"""Columns of a line; fewer in narrow terminals."""
+"""Most columns of a line."""
 
 
 @click.command("info")
@@ -53,11 +53,11 @@ def command(target: str | None, device: str, dtype: str, threads: int | None, as
                 click.echo(f"  {name:<16} {value}".rstrip())
     else:
         width = min(max(shutil.get_terminal_size((_WIDEST, 0)).columns, 60), _WIDEST)
-        click.echo("\n".join(_told(facts, width)))
+        click.echo("\n".join(_lines(facts, width)))
 
 
 def _target_facts(options: LoadOptions) -> dict[str, Any]:
-    """Return the facts about a target that do not need its weights."""
+    """Return the facts about a target that can be had without its weights."""
     from polydraft.automatic import choose, free_bytes
     from polydraft.devices import is_host
     from polydraft.models.outline import outline
@@ -95,7 +95,7 @@ def _target_facts(options: LoadOptions) -> dict[str, Any]:
 
 
 def _runs_by(model: "Outline") -> str:
-    """Say which code runs a model."""
+    """Return which code runs a model."""
     from polydraft.devices import is_host
     from polydraft.models import FAMILIES
     from polydraft.models.loading import PACKAGES
@@ -114,7 +114,7 @@ def _runs_by(model: "Outline") -> str:
 
 
 def _drafts(options: LoadOptions, model: "Outline", choice: "Choice | None", fits: bool | None) -> dict[str, Any]:
-    """Return the known draft, and what ``draft="auto"`` does, with the reason."""
+    """Return the known draft, and what ``draft="auto"`` chooses, with the reason."""
     from polydraft.defaults import NONE, SHIPPED_DRAFT, default_draft
     from polydraft.loading import resolved
     from polydraft.models.heads.known import shipped_layers
@@ -136,7 +136,7 @@ def _drafts(options: LoadOptions, model: "Outline", choice: "Choice | None", fit
         why = f"polydraft tune found it the fastest here: {pick.speedup:.2f}× plain decoding at T={pick.temperature:g}"
     elif settled.draft != AUTO:
         shipped = {SHIPPED_DRAFT: "it ships for this model", MTP: "its checkpoint ships them"}
-        why = shipped.get(known, "it lies beside the model, or was trained for it here")
+        why = shipped.get(known, "it was found beside the model, or was trained for it here")
     elif choice is None:
         why = "it does not fit into memory" if fits is False else "decided when it is loaded"
         return {"found": found, "auto": {"draft": None, "drafter": None, "tree": None, "why": why}}
@@ -149,7 +149,7 @@ def _drafts(options: LoadOptions, model: "Outline", choice: "Choice | None", fit
 
 
 def _ways(model: "Outline", choice: "Choice | None", fits: bool | None, layers: str) -> Iterator[dict[str, Any]]:
-    """Yield the rows of README's table, for this target; `layers` says which MTP layers its checkpoint has."""
+    """Yield the rows of README's table for this target; `layers` describes the MTP layers in its checkpoint."""
     from polydraft.advice import COPY, INT8, LAYERS, TRAIN, WAYS
     from polydraft.automatic import train_command
     from polydraft.defaults import SHIPPED_DRAFT, default_draft
@@ -168,7 +168,7 @@ def _ways(model: "Outline", choice: "Choice | None", fits: bool | None, layers: 
         yield {**row, "not here": obstacles.get(way)}
 
 
-def _told(facts: dict[str, Any], width: int) -> Iterator[str]:
+def _lines(facts: dict[str, Any], width: int) -> Iterator[str]:
     """Yield the lines of the readable form."""
 
     def row(name: str, words: str, size: int = 9) -> str:
@@ -206,7 +206,7 @@ def _told(facts: dict[str, Any], width: int) -> Iterator[str]:
 
 
 def _memory(facts: dict[str, Any]) -> str:
-    """Say how much memory a model takes of what is free."""
+    """Return how much memory a model takes, and how much is free."""
     needed, free = facts["bytes"].get(facts["dtype"]), facts["free bytes"]
     size = "an unknown amount" if needed is None else f"{needed / 1e9:.1f} GB"
     if free is None:
@@ -270,11 +270,11 @@ def _facts(options: LoadOptions) -> dict[str, Any]:
 
 
 def _drafting(pair: "Pair", place: LoadOptions) -> str:
-    """Describe what "auto" means here for a pair: draft, drafter, tree."""
+    """Return what "auto" means for a pair on this machine: draft, tree and drafter."""
     from polydraft.loading import resolved
     from polydraft.models.bundled import BUNDLED
 
-    # A profile of your own pair, if there is one, is found once its models are named.
+    # Profiles belong to pairs with named models; of these, only the bundled one is named.
     profile = "auto" if pair.target == BUNDLED else "none"
     pair_options = dataclasses.replace(place, target=pair.target, draft=pair.draft, drafter=pair.drafter, profile=profile)
     options = resolved(pair_options)

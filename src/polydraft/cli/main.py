@@ -33,7 +33,7 @@ _OF_THE_LABORATORY = ("analyze", "bench")
 
 
 class _LazyGroup(click.Group):
-    """A group whose commands are modules, imported when they are called."""
+    """A group whose commands are modules that are imported only when they are called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted(_COMMANDS)
@@ -56,7 +56,7 @@ class _LazyGroup(click.Group):
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
-            # Click would always print an empty line; only a terminal, which shows ^C, needs it.
+            # Click would always print an empty line, but only terminals need one, since they show ^C.
             if sys.stderr.isatty():
                 click.echo(err=True)
             raise click.Abort from None
@@ -77,15 +77,15 @@ def cli() -> None:
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run a command; exit 0, 2 for wrong usage, 1 for failures, 130 or 143 after a signal, each error in one line."""
+    """Run a command and exit: 0, 2 for wrong usage, 1 for failures, 130 or 143 after a signal; errors take one line."""
     sys.exit(run(arguments))
 
 
 def run(arguments: list[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    if sys.stdout is None:  # the caller closed it: everything we print would be lost silently
+    if sys.stdout is None:  # the caller closed it, so all output would be lost silently
         return _complain("standard output is closed, so nothing was done; send it to a file or a pipe", 1)
-    # A harmless warning of torch, with 15 lines of its stack, on CPUs without bfloat16.
+    # On CPUs without bfloat16, torch prints this harmless warning with 15 lines of its stack.
     warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
     try:
         with _leaving_in_order():
@@ -110,7 +110,7 @@ def run(arguments: list[str] | None = None) -> int:
     except UnicodeEncodeError as error:
         _drop_output()
         return _complain(f"the output cannot be written in {error.encoding}; set PYTHONIOENCODING=utf-8", 1)
-    except OSError as error:  # a full disk, most often
+    except OSError as error:  # most often a full disk
         _drop_output()
         what = f"cannot read or write {error.filename}" if error.filename else "input or output failed"
         return _complain(f"{what} ({error.strerror or error})", 1)
@@ -124,7 +124,7 @@ class _Terminated(BaseException):
 def _leaving_in_order() -> Iterator[None]:
     """Turn the first SIGTERM into an exception, so that half-written files are removed; a second one ends the process at once.
 
-    Commands that handle the signal themselves, such as servers, replace this handler.
+    Commands that handle the signal themselves, such as `serve`, replace this handler.
     """
 
     def leave(*_: object) -> None:
@@ -142,7 +142,7 @@ def _leaving_in_order() -> Iterator[None]:
 
 
 def _drop_output() -> None:
-    """Redirect broken standard output, since flushing it at exit would fail again."""
+    """Redirect broken standard output, because flushing it at exit would fail again."""
     with suppress(OSError):
         sys.stdout.flush()
         return
@@ -150,11 +150,11 @@ def _drop_output() -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())
         os.close(nowhere)
-    except (OSError, ValueError):  # no file
+    except (OSError, ValueError):  # standard output is not a file
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _complain(message: str, code: int) -> int:
-    with suppress(OSError):  # the exit code still tells
+    with suppress(OSError):  # if standard error is closed too, the exit code still shows the failure
         click.echo(f"polydraft: error: {' '.join(message.split())}", err=True)
     return code

@@ -1,7 +1,7 @@
-"""Options of commands, derived from dataclasses (`polydraft.described`): a field is an option, its docstring the help text.
+"""Options of commands, derived from dataclasses (`polydraft.described`): each field is an option, and its docstring the help.
 
-Fields that only experts need have no flag of their own; `--set NAME=VALUE` sets them. Nothing here imports torch, so that help
-comes at once.
+Fields that only experts need have no flag of their own; `--set NAME=VALUE` sets them. Importing this module does not import
+torch, so that help appears at once.
 """
 
 import dataclasses
@@ -19,6 +19,8 @@ from polydraft.errors import UsageError, unknown_name
 from polydraft.options import LoadOptions, NgramOptions, PlaceOptions
 
 if TYPE_CHECKING:
+    import torch
+
     from polydraft.engine import Decoder
     from polydraft.sampling import SamplingParams
 
@@ -26,10 +28,10 @@ Decorator = Callable[[Any], Any]
 Kind = TypeVar("Kind")
 _MOST_THREADS = 1024
 _EXPERT = {option.name for option in options_in(NgramOptions)} - {"corpus"} | {"stop_below", "graphs", "invariant"}
-"""Fields of decoders that `--set` sets."""
+"""Fields of decoders that have no flag; `--set` sets them."""
 _SAMPLING = "polydraft.sampling.params:SamplingParams"
 SAMPLING_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""Sampling parameters that have flags; Hugging Face `generate` has them under the same names."""
+"""Sampling parameters that have flags; Hugging Face `generate` uses the same names."""
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object on stdout and nothing else.")
 raw_option = click.option("--raw", is_flag=True, help="Use prompts as they are, without the chat template.")
@@ -43,7 +45,7 @@ prompts_option = click.option(
 
 
 class GroupedOption(click.Option):
-    """An option that help lists under a heading."""
+    """An option that `--help` lists under a heading."""
 
     def __init__(self, *names: Any, heading: str, **arguments: Any) -> None:
         super().__init__(*names, **arguments)
@@ -51,7 +53,7 @@ class GroupedOption(click.Option):
 
 
 class GroupedCommand(click.Command):
-    """A command whose help lists first what most people need, and the rest under headings."""
+    """A command whose help lists the most common options first, and the rest under headings."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the options, one section per heading."""
@@ -71,12 +73,12 @@ class _Settings(GroupedOption):
 
     def __init__(self, *names: Any, fields: Sequence[Option], **arguments: Any) -> None:
         super().__init__(*names, **arguments)
-        # Messages about wrong values use the name that is set.
+        # Use the names that users write in messages about wrong values.
         named = [dataclasses.replace(field, short=field.name.removeprefix("no_")) for field in fields]
         self._fields = {field.short: field for field in named}
 
     def handle_parse_result(self, ctx: click.Context, opts: Any, args: list[str]) -> tuple[Any, list[str]]:
-        """Add all fields to the command's options: those given, and the defaults of the others."""
+        """Add all fields to the command's options, with the values given or their defaults."""
         given, args = super().handle_parse_result(ctx, opts, args)
         if "help" in (given or ()):
             self._describe(ctx)
@@ -94,22 +96,22 @@ class _Settings(GroupedOption):
         return field.name, field.read(value.strip())
 
     def _describe(self, ctx: click.Context) -> None:
-        """Print what each setting does, and exit."""
+        """Print the help of all settings, and exit."""
         formatter = ctx.make_formatter()
         with formatter.section("Settings, as --set NAME=VALUE"):
-            formatter.write_dl([(_entry(field), _said(field)) for field in self._fields.values()])
+            formatter.write_dl([(_entry(field), _described(field)) for field in self._fields.values()])
         click.echo(formatter.getvalue().rstrip())
         ctx.exit()
 
 
 def _entry(field: Option) -> str:
-    """Show how to set a field."""
+    """Return how to set a field, such as ``nodes=INTEGER``."""
     kinds = {bool: "no" if field.name.startswith("no_") else "yes|no", int: "INTEGER", float: "FLOAT"}
     return f"{field.short}={kinds.get(field.kind, 'TEXT')}"
 
 
-def _said(field: Option) -> str:
-    """Describe a field, with its default if it has one."""
+def _described(field: Option) -> str:
+    """Return a field's help, with its default if it has one."""
     if field.default is None or field.default is False:
         return field.help
     return f"{field.help}  [default: {'yes' if field.default is True else field.default}]"
@@ -129,7 +131,7 @@ def settings_of(*kinds: type[Any], only: Collection[str]) -> Decorator:
         multiple=True,
         expose_value=False,
         is_eager=True,
-        help=f"Set one of these, which '--set help' describes; may be given several times: {names}.",
+        help=f"Set one of these ('--set help' describes them; may be given several times): {names}.",
     )
 
 
@@ -152,25 +154,25 @@ def options_of(
     Parameters
     ----------
     kind : type
-        A dataclass; the first lines of its and its bases' docstrings are headings.
+        A dataclass; the first lines of its and its bases' docstrings become headings.
     only, skip : collection of str
-        Fields that are options, all unless given, and fields that are none.
+        Fields to add (all by default), and fields to leave out.
     **changes : dict
-        By field: arguments of `click.option` that replace the derived ones; `flag` for an option of another name.
+        By field: arguments of `click.option` that replace the derived ones, and `flag` to name the option.
     """
     made = []
     for option in options_in(kind):
         if option.has_text and option.name not in skip and (only is None or option.name in only):
             arguments = {**_arguments(option), "help": option.help, **changes.get(option.name, {})}
             dashed = option.name.replace("_", "-")
-            switch = option.kind is bool and option.default is not False  # there is something to turn off
+            switch = option.kind is bool and option.default is not False  # can also be turned off
             flag = arguments.pop("flag", f"--{dashed}/--no-{dashed}" if switch else f"--{dashed}")
             made.append(click.option(flag, option.name, cls=GroupedOption, heading=option.heading, **arguments))
     return with_options(made)
 
 
 def _arguments(option: Option) -> dict[str, Any]:
-    """Return what click must know about a field: type and default."""
+    """Return a field's arguments of `click.option`: its type and default."""
     default, kind = option.default, option.annotation if option.default is not None else option.kind
     if kind is bool:
         return {"is_flag": True, "default": default, "show_default": default}
@@ -186,13 +188,13 @@ def _arguments(option: Option) -> dict[str, Any]:
 
 
 def taken(kind: type[Kind], options: dict[str, Any]) -> Kind:
-    """Remove a dataclass's fields from a command's options, and return the dataclass."""
+    """Remove a dataclass's fields from a command's options, and return them as the dataclass."""
     assert dataclasses.is_dataclass(kind)
     return kind(**{field.name: options.pop(field.name) for field in dataclasses.fields(kind)})
 
 
 def numbers(flag: str, text: str, kind: type[int] | type[float], example: str) -> tuple[Any, ...]:
-    """Read a list of numbers, each once."""
+    """Read a list of numbers, without duplicates."""
     try:
         found = tuple(dict.fromkeys(kind(part) for part in text.replace(",", " ").split()))
     except ValueError:
@@ -204,7 +206,7 @@ def numbers(flag: str, text: str, kind: type[int] | type[float], example: str) -
 
 
 def _checked_threads(context: click.Context, parameter: click.Parameter, threads: int | None) -> int | None:
-    """Refuse numbers of threads that make torch fail or crash."""
+    """Refuse numbers of threads with which torch would fail or crash."""
     if threads is not None and not 1 <= threads <= _MOST_THREADS:
         raise UsageError(f"--threads {threads} is out of range; allowed: whole numbers from 1 to {_MOST_THREADS}")
     return threads
@@ -223,7 +225,7 @@ class Loading(LoadOptions, NgramOptions, Threads):
     """The options of commands that load a decoder."""
 
     def __post_init__(self) -> None:
-        if self.target.endswith(".gguf") and "torch" not in sys.modules:  # importing it takes seconds, converting may take more
+        if self.target.endswith(".gguf") and "torch" not in sys.modules:  # importing takes seconds, and converting even more
             click.echo(f"reading {self.target} ...", err=True)
         super().__post_init__()
 
@@ -239,7 +241,7 @@ class Loading(LoadOptions, NgramOptions, Threads):
         )
 
     def for_others(self, who: str) -> dict[str, Any]:
-        """Return the options that processes on a cluster load with; refuse those that are not passed on."""
+        """Return the options for processes on a cluster to load with; refuse options that cannot be passed on."""
         for option in options_in(NgramOptions):
             if getattr(self, option.name) != option.default:
                 flag = f"--set {option.name.removeprefix('no_')}" if option.name in _EXPERT else f"--{option.name}"
@@ -279,11 +281,11 @@ class Choices(Loading, Request, Sampling):
     """The options of `generate`, `chat` and `batch`."""
 
     def decoder(self, *, batch: int = 1, temperature: float | None = None) -> "Decoder":
-        """Load the models, for this temperature."""
+        """Load the models, for the given temperature or the one in these options."""
         return super().decoder(batch=batch, temperature=self.temperature if temperature is None else temperature)
 
     def check(self) -> "SamplingParams":
-        """Check what can be checked without a model, and return the sampling parameters."""
+        """Check everything that needs no model, and return the sampling parameters."""
         from polydraft.sampling import SamplingParams
 
         if self.max_new_tokens < 1:
@@ -300,7 +302,7 @@ class Choices(Loading, Request, Sampling):
 
 
 def _asked(name: str, value: Any) -> Any:
-    """Mark a value that the user did not give, which the model's generation config may replace."""
+    """Mark a value that the user did not give as `Usual`, so that the model's generation config may replace it."""
     from polydraft.sampling.params import Usual, UsualCount
 
     context = click.get_current_context(silent=True)
@@ -310,13 +312,13 @@ def _asked(name: str, value: Any) -> Any:
 
 
 def options_of_decoders(kind: type[Loading], *others: type[Any], expert: Collection[str] = ()) -> Decorator:
-    """Return a decorator that adds the options of a decoder, those of other dataclasses, and `--set` for the expert ones."""
+    """Return a decorator that adds the options of a decoder and of other dataclasses, and `--set` for expert options."""
     flags = [options_of(kind, skip=_EXPERT), *(options_of(other, skip=expert) for other in others)]
     return with_options([*flags, settings_of(kind, *others, only={*_EXPERT, *expert})])
 
 
 shared_options, loading_options = options_of_decoders(Choices), options_of_decoders(Loading)
-"""Add the options of `Choices`, or of `Loading`, to a command."""
+"""Decorators that add the options of `Choices`, or of `Loading`, to a command."""
 
 
 def machine_options(*, skip: Collection[str] = (), **changes: dict[str, Any]) -> Decorator:
@@ -333,7 +335,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def prepare(threads: int | None) -> None:
-    """Set the threads, log slow steps to standard error, and silence other libraries' loggers."""
+    """Set the number of threads, log slow steps to standard error, and silence other libraries' loggers."""
     from huggingface_hub.utils import logging as hub_logging
     from transformers.utils import logging as transformers_logging
 
@@ -343,11 +345,20 @@ def prepare(threads: int | None) -> None:
     transformers_logging.disable_progress_bar()
     logger = logging.getLogger("polydraft")
     if not logger.handlers:
-        logger.addHandler(_Telling())
+        logger.addHandler(_StderrHandler())
         logger.setLevel(logging.INFO)
 
 
-class _Telling(logging.Handler):
+def placed(device: str, dtype: str, threads: int | None) -> "tuple[torch.device, torch.dtype]":
+    """Call `prepare`, and return the device and dtype for the models."""
+    from polydraft.models.placement import resolve_device, resolve_dtype
+
+    prepare(threads)
+    place = resolve_device(device)
+    return place, resolve_dtype(dtype, place)
+
+
+class _StderrHandler(logging.Handler):
     """Writes log messages to the current standard error."""
 
     def emit(self, record: logging.LogRecord) -> None:

@@ -37,11 +37,11 @@ def command(**options: Any) -> None:
         stack.enter_context(logging_as(settings.log_format))
         if settings.log_format == "json":
             stack.enter_context(_logging_errors())
-        settings.read_keys()  # refuses an unusable file before anything slow
+        settings.read_keys()  # refuses an unusable file before anything slow starts
         if replicas.ray:
             _check_for_ray(settings, shared)
-        # Find a port in use before importing torch, which is slow. Of tensor-parallel processes only the leader listens, and
-        # only modules that import torch know which one that is.
+        # Importing torch is slow, so find out first whether the port is in use. Of tensor-parallel processes only the leader
+        # listens, and only modules that import torch know which one that is.
         listening = None if shared else stack.enter_context(_listen(settings))
         _LOGGER.info("loading %s", options["target"])
         loading = Loading(**options)
@@ -77,7 +77,7 @@ def _serve(loading: Loading, settings: ServeOptions, listening: socket.socket | 
 
 
 def _check_for_ray(settings: ServeOptions, shared: bool) -> None:
-    """Refuse what does not work with Ray before anything slow."""
+    """Refuse what does not work with Ray before anything slow starts."""
     if shared:
         raise UsageError("--device-map tp and --ray cannot be combined; leave one out")
     with _needing("replicas need", "ray"):
@@ -98,7 +98,7 @@ def _serve_by_ray(loading: Loading, settings: ServeOptions, replicas: ReplicaOpt
 
 @contextmanager
 def _logging_errors() -> Iterator[None]:
-    """Log the error that ends the server, so that it is a line like all others."""
+    """Log the error that ends the server, so that it is a JSON line like all others."""
     try:
         yield
     except Exception as error:
@@ -109,7 +109,7 @@ def _logging_errors() -> Iterator[None]:
 
 @contextmanager
 def _needing(who: str, extra: str) -> Iterator[None]:
-    """Name missing packages."""
+    """Turn an `ImportError` into an error that says which extra to install."""
     try:
         yield
     except ImportError as error:

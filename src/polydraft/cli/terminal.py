@@ -1,4 +1,4 @@
-"""The terminal: reading standard input, printing tokens and figures, showing progress."""
+"""The terminal: read standard input, print tokens and figures, show progress."""
 
 import logging
 import sys
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 DRAFTED_STYLE = "green"
 LOADING = "polydraft.models.loading"
-"""Logger that says which models are being loaded."""
+"""Name of the logger that reports which models are being loaded."""
 _SILENCE_SECONDS = 5.0
-"""Between two lines of progress if standard error is not a terminal."""
+"""Time between two lines of progress if standard error is not a terminal."""
 
 
 def standard_input() -> TextIO:
@@ -42,11 +42,11 @@ def read_all() -> str:
 
 
 def read_line() -> str | None:
-    """Return the next line, or None at the end. A line that cannot be decoded does not affect earlier ones."""
+    """Return the next line, or None at the end."""
     source = standard_input()
     if not hasattr(source, "buffer"):
         return source.readline() or None
-    # A text stream decodes many lines at a time, so a bad line would fail too early.
+    # Decode line by line: the text stream decodes many at a time, so a bad line would spoil good ones before it.
     try:
         line: str = source.buffer.readline().decode(source.encoding)
     except UnicodeDecodeError as error:
@@ -61,7 +61,7 @@ def not_text(error: UnicodeDecodeError) -> UsageError:
 
 
 class PhaseProgress:
-    """A bar per phase on a terminal; elsewhere a line when a phase begins, and then every few seconds."""
+    """Progress by phase: bars on a terminal; elsewhere a line when a phase begins, and then every few seconds."""
 
     def __init__(self) -> None:
         console = Console(stderr=True)
@@ -72,7 +72,7 @@ class PhaseProgress:
         )  # fmt: skip
         self._tasks: dict[str, Any] = {}
         self._begun: dict[str, tuple[int, float]] = {}
-        """By phase: how many steps were done when it began, and when that was."""
+        """By phase: how many steps were already done when it began, and the time then."""
         self._said = 0.0
 
     def __enter__(self) -> "PhaseProgress":
@@ -83,19 +83,19 @@ class PhaseProgress:
         self._bar.stop()
 
     def __call__(self, phase: str, done: int, total: int, note: str = "") -> None:
-        """Show that `done` of `total` steps of a phase are done, with a note."""
+        """Show that `done` of a phase's `total` steps are done, with a note."""
         now, begins = time.monotonic(), phase not in self._tasks
         if begins:
             self._tasks[phase] = self._bar.add_task(phase, total=total, note=note)
             self._begun[phase] = done, now
         self._bar.update(self._tasks[phase], completed=done, total=total, note=note)
-        # The end of a phase is always shown if it has a note.
+        # Always show the end of a phase if it has a note.
         if self._plain and (begins or now - self._said > _SILENCE_SECONDS or (note and done == total)):
             self._said = now
             click.echo(f"{phase} {done}/{total}{self._left(phase, done, total, now)}  {note}".rstrip(), err=True)
 
     def _left(self, phase: str, done: int, total: int, now: float) -> str:
-        """Say how much longer a phase will take, if there is anything to estimate it from."""
+        """Return how much longer a phase will take, if that can be estimated."""
         first, since = self._begun[phase]
         if not first < done < total:
             return ""
@@ -103,9 +103,9 @@ class PhaseProgress:
 
 
 def announce_start() -> None:
-    """Say that a command has started, because importing torch takes seconds, and log which models it loads.
+    """Report that a command has started, because importing torch takes seconds, and log which models it loads.
 
-    If torch is imported already, the command runs inside another program, and nothing is printed.
+    Print nothing if torch is already imported: then the command runs inside another program.
     """
     if "torch" not in sys.modules:
         click.echo("loading torch and transformers ...", err=True)
@@ -115,13 +115,13 @@ def announce_start() -> None:
 
 
 def output_console() -> Console:
-    """Return a console for standard output; in a pipe it is wide enough for our tables."""
+    """Return a console for standard output; in a pipe its width fits our tables."""
     console = Console(highlight=False)
     return console if console.is_terminal else Console(highlight=False, width=120)
 
 
 def figures_table(label: str, headings: Sequence[str], title: str | None = None) -> Table:
-    """Return an empty table: a column of names, then figures, right-aligned and never broken."""
+    """Return an empty table: a column of names, then figures, right-aligned and never wrapped."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
     table.add_column(label, overflow="fold")
     for heading in headings:
@@ -130,7 +130,7 @@ def figures_table(label: str, headings: Sequence[str], title: str | None = None)
 
 
 class TokenPrinter:
-    """Print a stream of tokens: drafted ones in colour on a terminal, plain text in a pipe."""
+    """Prints a stream of tokens: on a terminal with drafted ones in colour, in a pipe as plain text."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -154,7 +154,7 @@ class TokenPrinter:
 
 
 def play(stream: "Stream | BeamStream", printer: TokenPrinter | None) -> None:
-    """Run a stream to its end and print its tokens as they come; Ctrl-C closes the stream."""
+    """Run a stream to its end, printing tokens as they arrive; Ctrl-C closes the stream."""
     try:
         for event in stream:
             if printer is not None:
@@ -168,7 +168,7 @@ def play(stream: "Stream | BeamStream", printer: TokenPrinter | None) -> None:
 
 
 def summary_line(stats: "Stats") -> str:
-    """Return the figures of one run in a line, and in a second one why drafting paused, if it did."""
+    """Return the figures of one run in a line, and a second line on why drafting paused, if it did."""
     return (
         f"{stats.new_tokens} tokens in {stats.decode_seconds:.2f} s, {stats.tokens_per_second:.1f} tokens/s, "
         f"{stats.tokens_per_pass:.2f} tokens per target pass"
@@ -180,7 +180,7 @@ def summary_line(stats: "Stats") -> str:
 
 
 def sources_text(tokens_by_source: Mapping[str, int], unit: str = "") -> str:
-    """Say how many tokens each source proposed; nothing if all come from the draft."""
+    """Return how many tokens each source proposed, as text; empty if all come from the draft."""
     counts = {source: count for source, count in tokens_by_source.items() if count}
     if counts.keys() <= {"model", "head"}:
         return ""

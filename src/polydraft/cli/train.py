@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import machine_options, options_of, prepare, with_options
+from polydraft.cli.options import machine_options, options_of, placed, with_options
 from polydraft.cli.terminal import PhaseProgress, announce_start
 from polydraft.errors import UsageError
 from polydraft.options import PairOptions
@@ -15,8 +15,6 @@ from polydraft.output import check_empty
 from polydraft.train import CorpusCacheSettings, DecisionSettings, DraftSize, HeadSize, TrainSettings
 
 if TYPE_CHECKING:
-    import torch
-
     from polydraft.train.pupils import Acceptance
     from polydraft.train.training import Report
 
@@ -32,10 +30,10 @@ _shared = with_options([
 
 @click.group("train")
 def command() -> None:
-    """Train a draft for a target, from text that the target writes itself.
+    """Train a draft for a target, from text that the target itself writes.
 
     'draft' distils a small language model. 'head' trains one layer on the target's hidden states: it learns faster and gets more
-    tokens accepted, but works with that one target only. Load either with --draft FOLDER. 'decision' trains a small model that
+    tokens accepted, but works only with that target. Load either with --draft FOLDER. 'decision' trains a small model that
     ends drafting early; load it with --decision FOLDER. 'corpus-cache' counts n-grams for drafting without a model.
     """
 
@@ -52,7 +50,7 @@ def draft(layers: int | None, width: int | None, **options: Any) -> None:
 @_shared
 @options_of(HeadSize, mlp_size={"flag": "--mlp"}, taps={"type": str, "multiple": False, "help": _TAPS})
 def head(mlp_size: int, taps: str | None, rollouts: int, tree: str, **options: Any) -> None:
-    """Train a feature head, as in EAGLE, on the target's hidden states, or fine-tune one (--start), an EAGLE-3 head too."""
+    """Train a feature head, as in EAGLE, on the target's hidden states, or fine-tune one (--start), also EAGLE-3 heads."""
     _train(HeadSize(mlp_size=mlp_size, taps=_layers(taps), rollouts=rollouts, tree=tree), options)
 
 
@@ -71,14 +69,14 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
     settings = TrainSettings(size=size, **options)
     settings.check()
     announce_start()
-    device, dtype = _place(**machine)
+    device, dtype = placed(**machine)
 
     from polydraft.models.loading import load_model
     from polydraft.train.forecast import forecast_of, needs_of
     from polydraft.train.training import check_out, train
 
     check_out(out, resume=resume)
-    target = load_model(settings.target, device, dtype, invariant=False)  # many rows at a time: the fastest kernels
+    target = load_model(settings.target, device, dtype, invariant=False)  # large batches need the fastest kernels
     words = " ".join(["polydraft", *sys.argv[1:]])
     begun: Acceptance | None = None
     acceptance: tuple[Acceptance, ...] = ()
@@ -103,17 +101,8 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
     click.echo(f'use it with: polydraft generate "Why is the sky blue?" --target {settings.target} --draft {folder}')
 
 
-def _place(device: str, dtype: str, threads: int | None) -> "tuple[torch.device, torch.dtype]":
-    """Set up the machine; return the models' device and dtype."""
-    from polydraft.models.placement import resolve_device, resolve_dtype
-
-    prepare(threads)
-    place = resolve_device(device)
-    return place, resolve_dtype(dtype, place)
-
-
 def _note(report: "Report") -> str:
-    """Say in a few words how training goes."""
+    """Return loss and held-out acceptance in a few words."""
     note = "" if report.loss is None else f"loss {report.loss:.3f}"
     if report.acceptance:
         note = f"{note}  held out: {report.acceptance[0]}".strip()
@@ -130,7 +119,7 @@ def _note(report: "Report") -> str:
 def decision(target: str, draft: str, out: Path, device: str, dtype: str, threads: int | None, **options: Any) -> None:
     """Train a model that decides when to stop drafting, from real rounds of the target and its draft.
 
-    Use it with --decision FOLDER; it works only with the draft it was trained for.
+    Use it with --decision FOLDER. It works only with the draft that it was trained for.
     """
     settings = DecisionSettings(**options)
     settings.check()
@@ -145,7 +134,7 @@ def decision(target: str, draft: str, out: Path, device: str, dtype: str, thread
     name = default_draft(target, draft)
     if name == "none":
         raise UsageError("a decision model needs a draft; pass --draft NAME, a folder, or early-exit:k")
-    place = _place(device, dtype, threads)
+    place = placed(device, dtype, threads)
     loaded = load_model(target, *place)
     model = load_draft(name, loaded)
     assert model is not None
@@ -177,7 +166,7 @@ def corpus_cache(
 ) -> None:
     """Count what usually follows a few tokens, for drafting from n-grams (--drafter self-draft or corpus).
 
-    The corpus may be larger than memory. The cache works only with the tokenizer it was made for.
+    The corpus may be larger than memory. The cache works only with the tokenizer that it was made for.
 
     \b
     Examples:
@@ -190,7 +179,7 @@ def corpus_cache(
 
     from polydraft.train.corpus_cache import make_corpus_cache
 
-    place = _place(device, dtype, threads)
+    place = placed(device, dtype, threads)
     with PhaseProgress() as progress:
         trie = make_corpus_cache(settings, out, progress, *place)
     click.echo(

@@ -42,9 +42,9 @@ _LIST: dict[str, Any] = {"type": str, "multiple": False, "callback": _numbers, "
 def command(out: Path | None, as_json: bool, **options: Any) -> None:
     """Find the fastest drafting settings for this machine, and keep them.
 
-    Decodes your prompts with a short list of trees and without drafts, all in turns, and drops the slower half of the trees
-    again and again. The best one is saved in a profile, or plain decoding where no tree is clearly faster. From then on load,
-    generate, chat, serve and batch use it, until the machine, the models or the version change.
+    Decodes your prompts in turns with a short list of trees and without drafts, and repeatedly drops the slower half of the
+    trees. The best one is saved in a profile, or plain decoding if no tree is clearly faster. From then on load, generate,
+    chat, serve and batch use it, until the machine, the models or the version change.
     """
     announce_start()
     threads = options.pop("threads")
@@ -76,7 +76,7 @@ def command(out: Path | None, as_json: bool, **options: Any) -> None:
 
 
 def _table(results: Sequence["Result"]) -> "Table":
-    """Return one row per candidate."""
+    """Return a table with a row per candidate."""
     table = figures_table("setting", ("tokens/s", "tokens/pass", "speed-up (95 %)", "timed"))
     for one in results:
         speedup = f"{one.speedup:.2f}" + ("" if one is results[0] else f" ({one.low:.2f}-{one.high:.2f})")

@@ -1,7 +1,7 @@
-"""Charts as SVG files of their own: curves and columns over named places, points in a plane, lines over numbers.
+"""Charts as SVG files: curves and columns over named categories, scatter plots, and lines over a numeric axis.
 
-Figures that know their 95 % intervals (`Estimate`) are drawn with error bars. Looks are written out as plain attributes, since
-not every renderer reads style sheets.
+Figures with 95 % intervals (`Estimate`) get error bars. Styles are written as plain attributes, because not every renderer
+reads style sheets.
 """
 
 import re
@@ -15,7 +15,7 @@ from polydraft.lab.svg import Box, escape
 
 _INK, _MUTED, _LINE, _PAPER = "#15202b", "#4d5b6a", "#d3dae2", "#ffffff"
 _COLOURS = ("#0b5cad", "#955800", "#1b7340", "#8a2d7d", "#b3261e", "#4d5b6a", "#00707a")
-"""Of series, which also differ in dashes and filling."""
+"""Colours of series, which also differ in dashes and filling."""
 _DASHES = ("none", "7 4", "2 3", "10 3 2 3", "4 2", "12 4", "1 4")
 _OPACITIES = (".85", ".55", ".35")
 
@@ -42,14 +42,16 @@ for _number, (_colour, _dash) in enumerate(zip(_COLOURS, _DASHES, strict=True)):
     }
 
 _COLUMNS_SIDE_BY_SIDE = 3
+_LEFT, _RIGHT = 58.0, 708.0
+"""Ends of the plotting area, and of a legend above it."""
 _ROW = 19.0
 """Height of a line of a legend."""
 _CAP = 3.0
-"""Half of the stroke at the end of an error bar."""
+"""Half the length of the stroke at the end of an error bar."""
 _DODGE = 5.0
-"""Pixels between the figures of two curves at one place, so that their error bars do not hide each other."""
+"""Pixels between the points of two curves in one column, so that their error bars do not hide each other."""
 _TURN, _SLOPE = -40.0, 0.64
-"""Degrees by which names that do not fit side by side are turned, and the height of a turned pixel."""
+"""Names that do not fit side by side are turned by this many degrees, and are then this much as high as they are long."""
 
 Series = Mapping[str, Sequence[float | None]]
 """Figures by name, one per column; None if missing."""
@@ -57,7 +59,7 @@ Series = Mapping[str, Sequence[float | None]]
 
 @dataclass(frozen=True)
 class Chart:
-    """One picture of a reproduction."""
+    """A chart of a reproduction."""
 
     file: str
     """Name of its file, beside the tables."""
@@ -68,7 +70,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Point:
-    """One figure of a curve."""
+    """One point of a curve."""
 
     x: float
     y: float
@@ -76,32 +78,32 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """A scheme, or the optimum of a way of drawing, as something else varies."""
+    """The acceptance of a scheme, or the optimum of a way of drawing, over a numeric axis."""
 
     name: str
     kind: str
     """How drafts are drawn; curves of one kind share a colour."""
     points: Sequence[Point]
     best: bool = False
-    """An optimum, drawn as a broad band behind the others."""
+    """Whether it is an optimum, which is drawn as a broad band behind the others."""
 
 
 @dataclass(frozen=True)
 class _Plane:
-    """Linear scales in both directions inside a drawing, with room for names around them."""
+    """The plotting area of a chart: a linear scale in both directions, with margins for names."""
 
     across: svg.Scale
     up: svg.Scale
     width: float = 720.0
     height: float = 320.0
-    left: float = 58.0
-    right: float = 708.0
+    left: float = _LEFT
+    right: float = _RIGHT
     top: float = 44.0
     bottom: float = 252.0
 
     @classmethod
     def below(cls, names: Sequence[str], across: svg.Scale, up: svg.Scale, room: float = 0.0) -> "_Plane":
-        """Make one below a legend of these names, with some more room below the axis."""
+        """Return the area below a legend of these names; `room` adds space below the axis."""
         header = 30.0 + _ROW * len(_legend_rows(names))
         return cls(across, up, height=header + 260 + room, top=header, bottom=header + 208)
 
@@ -112,7 +114,7 @@ class _Plane:
         return self.bottom - self.up.fraction(value) * (self.bottom - self.top)
 
     def frame(self, names: Mapping[float, str], across: str, up: str, turn: float = 0.0) -> list[str]:
-        """Draw the background, the grid, names below the axis, and what the two axes mean."""
+        """Draw the background, the grid, names below the axis, and the titles of both axes."""
         shapes = [svg.rect(0, 0, self.width, self.height, "paper")]
         for tick in self.up.ticks(4):
             y = self.y(tick)
@@ -127,7 +129,7 @@ class _Plane:
         return [*shapes, svg.text(middle, self.height - 8, across), svg.text(8, 18, up, "start", "name")]
 
     def bar(self, x: float, value: float, kind: str) -> list[str]:
-        """Draw the interval of a figure as a vertical error bar, if it has one."""
+        """Draw a figure's interval, if it has one, as a vertical error bar."""
         ends = bounds(value)
         if ends is None or ends[0] == ends[1]:
             return []
@@ -147,9 +149,9 @@ class _Plane:
 
 
 def curves(series: Series, columns: Sequence[str], *, across: str, up: str, base: float = 0.0) -> str:
-    """Draw one curve per series that has figures, seven at most, over common columns, from `base` upwards.
+    """Draw a curve per series that has figures, at most seven, over common columns; the vertical axis starts at `base`.
 
-    `across` and `up` name the axes.
+    `across` and `up` are the titles of the axes.
     """
     series = {name: values for name, values in series.items() if any(value is not None for value in values)}
     high = base + 1.12 * (_highest(series, least=base + 0.1) - base)
@@ -163,19 +165,19 @@ def curves(series: Series, columns: Sequence[str], *, across: str, up: str, base
             shapes += plane.bar(*one, f"error-{number}")
         shapes += [svg.line(*one, *other, f"curve-{number}") for one, other in pairwise(places) if one and other]
         shapes += [svg.circle(*place, 4, f"dot-{number}") for place in places if place]
-    return plane.file(shapes, _spoken(series, columns, up))
+    return plane.file(shapes, _alt_text(series, columns, up))
 
 
 def grouped_columns(series: Series, groups: Mapping[str, Sequence[str]], *, base: float, across: str, up: str) -> str:
-    """Draw one column per figure in named groups, up to three series side by side; `base` means "nothing gained".
+    """Draw a column per figure in named groups, with up to three series side by side; columns stand on `base`.
 
-    Groups map a name, which may be empty, to the names of columns, which are turned where they would collide. Figures are in
+    Groups map a name, which may be empty, to the names of their columns; names that would collide are turned. Figures come in
     the order of the groups.
     """
     assert len(series) <= _COLUMNS_SIDE_BY_SIDE
     names = [name for group in groups.values() for name in group]
     longest = max(map(svg.text_width, names), default=0.0)
-    step = (708.0 - 58.0) / max(1, len(names))
+    step = (_RIGHT - _LEFT) / max(1, len(names))
     width = 0.8 * step / max(1, len(series))
     turned, upright = longest > step - 4, width < svg.text_width("0.00")
     room = (_SLOPE * longest if turned else 0.0) + 16
@@ -202,14 +204,13 @@ def grouped_columns(series: Series, groups: Mapping[str, Sequence[str]], *, base
         start += len(group)
         if start < len(names):
             shapes.append(svg.line(plane.x(start - 0.5), plane.top, plane.x(start - 0.5), below + 4, "grid"))
-    return plane.file(shapes, _spoken(series, names, up))
+    return plane.file(shapes, _alt_text(series, names, up))
 
 
 def scatter(groups: Mapping[str, Sequence[tuple[str, float, float]]], *, across: str, up: str) -> str:
-    """Draw named points, `(name, x, y)`, in up to seven groups, with the front of each: points that no other beats both ways.
+    """Draw named points, `(name, x, y)`, in up to seven groups, each with its Pareto front.
 
-    Larger is better on both axes. Costs are given as negative x: the axis then shows their absolute values, falling to the
-    right.
+    Larger is better on both axes. Pass costs as negative x: the axis then shows their absolute values, falling to the right.
     """
     groups = {name: group for name, group in groups.items() if group}
     points = [point for group in groups.values() for point in group]
@@ -230,12 +231,12 @@ def scatter(groups: Mapping[str, Sequence[tuple[str, float, float]]], *, across:
             if ends := bounds(x):
                 shapes.append(svg.line(plane.x(ends[0]), top, plane.x(ends[1]), top, f"error-{number}"))
             shapes += [svg.circle(left, top, 4.5, f"dot-{number}"), *_label(plane, name, left, top, taken)]
-    told = [f"{name}: {abs(x) if falls else x:.2f}, {y:.2f}" for name, x, y in points]
-    return plane.file(shapes, f"{up} against {across}. {'; '.join(told)}")
+    texts = [f"{name}: {abs(x) if falls else x:.2f}, {y:.2f}" for name, x, y in points]
+    return plane.file(shapes, f"{up} against {across}. {'; '.join(texts)}")
 
 
 def _label(plane: _Plane, name: str, x: float, y: float, taken: list[Box]) -> list[str]:
-    """Write a name beside its point where there is room; if that is further away, with a line that leads there."""
+    """Write a name beside its point, or where there is room, joined to the point by a line."""
     inside = Box(plane.left, plane.top - 14, plane.right + 4, plane.bottom)
     near = [(0, -9, "middle"), (0, 19, "middle"), (9, 4, "start"), (-9, 4, "end")]
     far = [
@@ -256,9 +257,9 @@ def _label(plane: _Plane, name: str, x: float, y: float, taken: list[Box]) -> li
 
 
 def line_chart(curves: Sequence[Curve], *, across: str, up: str) -> str:
-    """Draw curves over a common numeric axis as an SVG file, with a legend in their order; figures are at most 1.
+    """Draw curves over a common numeric axis, with a legend in the same order; figures are at most 1.
 
-    Curves of one kind, which must be adjacent, share a colour and differ by dashes.
+    Curves of one kind share a colour, differ by dashes, and must be adjacent.
     """
     points = [point for curve in curves for point in curve.points]
     columns = sorted({point.x for point in points})
@@ -282,29 +283,29 @@ def line_chart(curves: Sequence[Curve], *, across: str, up: str) -> str:
         legend.append(svg.text(left, y + 4, kind, "start", "heading"))
         y += _ROW
         dashes, colour = cycle(range(len(_DASHES))), f"kind-{min(number, len(_COLOURS) - 1)}"
-        # Bands first, for the curves to lie upon.
+        # Draw bands first, so that curves lie on top of them.
         for curve in sorted(members, key=lambda curve: not curve.best):
             look = f"best {colour}" if curve.best else f"curve {colour} dash-{next(dashes)}"
             shapes += _strokes(plane, curve, look, f"thin {colour}")
             legend += [svg.line(left, y, left + 34, y, look), svg.text(left + 42, y + 4, curve.name, "start", "name")]
             y += _ROW
-    told = [f"{curve.name}: " + ", ".join(f"{point.x:g} {point.y:.3f}" for point in curve.points) for curve in curves]
-    return plane.file([*shapes, *legend], f"{up} against {across}. {'; '.join(told)}")
+    texts = [f"{curve.name}: " + ", ".join(f"{point.x:g} {point.y:.3f}" for point in curve.points) for curve in curves]
+    return plane.file([*shapes, *legend], f"{up} against {across}. {'; '.join(texts)}")
 
 
 def _strokes(plane: _Plane, curve: Curve, look: str, error: str) -> list[str]:
-    """Draw one curve with its error bars."""
+    """Draw a curve with its error bars."""
     points = sorted(curve.points, key=lambda point: point.x)
     places = [(plane.x(point.x), plane.y(point.y)) for point in points]
     shapes = [svg.line(*one, *other, look) for one, other in pairwise(places)]
-    if len(places) == 1:  # a lone figure is a short stroke
+    if len(places) == 1:  # a single point becomes a short stroke
         ((x, y),) = places
         shapes.append(svg.line(x - 8, y, x + 8, y, look))
     return [*shapes, *(shape for point, (x, _) in zip(points, places, strict=True) for shape in plane.bar(x, point.y, error))]
 
 
 def _ends(figures: Sequence[float]) -> tuple[float, float]:
-    """Return the ends of an axis, with some room around the figures, but not beyond 0 if they all lie on one side."""
+    """Return the ends of an axis: some room around the figures, but not across 0 if they all lie on one side of it."""
     every = [end for figure in figures for end in (figure, *(bounds(figure) or ()))]
     low, high = min(every, default=0.0), max(every, default=1.0)
     room = 0.12 * (high - low) or 0.5
@@ -312,20 +313,20 @@ def _ends(figures: Sequence[float]) -> tuple[float, float]:
 
 
 def _highest(series: Series, least: float) -> float:
-    """Return the top of all figures, error bars included."""
+    """Return the largest figure, error bars included, but at least `least`."""
     known = [value for values in series.values() for value in values if value is not None]
     return max([least, *known, *(ends[1] for ends in map(bounds, known) if ends)])
 
 
 def _legend_rows(names: Sequence[str]) -> list[list[tuple[int, str, float]]]:
-    """Return the rows of a legend: number, name and place of each series. One series needs none."""
+    """Return the rows of a legend: number, name and x of each series. A single series needs no legend."""
     rows: list[list[tuple[int, str, float]]] = []
-    x = 708.0
+    x = _RIGHT
     for number, name in enumerate(names if len(names) > 1 else ()):
         width = 50.0 + svg.text_width(name)
-        if x + width > 708:
+        if x + width > _RIGHT:
             rows.append([])
-            x = 58.0
+            x = _LEFT
         rows[-1].append((number, name, x))
         x += width
     return rows
@@ -345,16 +346,16 @@ def _legend(names: Sequence[str], kind: str) -> list[str]:
 
 
 def _attributes(classes: str) -> str:
-    """Return what a shape's classes stand for."""
+    """Return the attributes that a shape's classes stand for."""
     look = {key: value for name in classes.split() for key, value in _LOOKS[name].items()}
     return "".join(f' {key}="{value}"' for key, value in look.items())
 
 
-def _spoken(series: Series, names: Sequence[str], up: str) -> str:
-    """Return the figures as text, for screen readers."""
-    told = [
+def _alt_text(series: Series, names: Sequence[str], up: str) -> str:
+    """Return all figures as text, for screen readers."""
+    texts = [
         f"{name}: "
         + ", ".join(f"{column} {value:.2f}" for column, value in zip(names, values, strict=True) if value is not None)
         for name, values in series.items()
     ]
-    return f"{up}. {'; '.join(told)}"
+    return f"{up}. {'; '.join(texts)}"

@@ -1,4 +1,4 @@
-"""Figures with 95 % intervals, and what they say about a claim."""
+"""Figures with 95 % intervals, and whether they support a claim."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -7,32 +7,34 @@ from itertools import pairwise
 from typing import Any
 
 LEAST_PROMPTS = 6
-"""With fewer there is no interval: resampling one prompt gives one number, and five prompts are all faster, or all slower, by
-chance one time in 16."""
+"""With fewer prompts there is no interval: by chance alone, five prompts are all faster, or all slower, one time in 16."""
 _NORMAL = 1.96
-"""Standard errors on either side of a mean that make a 95 % interval."""
+"""Half the width of a 95 % interval in standard errors."""
 _LOW, _HIGH = "_low", "_high"
 
 
 class Verdict(StrEnum):
-    """What measured figures say about an order that a paper reports."""
+    """Whether measured figures have the order that a paper reports."""
 
     YES = "yes"
     NO = "**no**"
     UNDECIDED = "not distinguishable"
     UNBOUNDED = "no interval"
-    """Measured, but on too few prompts for an interval, or before intervals were kept."""
+    """Measured on too few prompts for an interval, or before intervals were recorded."""
     UNKNOWN = "not measured"
 
 
 class Estimate(float):
-    """A measured figure with the ends of its 95 % interval, equal for an exact figure; arithmetic drops the interval."""
+    """A measured figure with the ends of its 95 % interval; arithmetic operators drop the interval.
+
+    The ends are None if there is no interval, and both equal the figure if it is exact.
+    """
 
     low: float | None
     high: float | None
 
     def __new__(cls, value: float, low: float | None = None, high: float | None = None) -> "Estimate":
-        """Make one."""
+        """Make a float with ends."""
         one = super().__new__(cls, value)
         one.low, one.high = low, high
         return one
@@ -44,13 +46,13 @@ class Estimate(float):
 
     @classmethod
     def of_mean(cls, value: float, standard_error: float | None) -> "Estimate":
-        """Return a mean with its normal interval; none where the error is unknown."""
+        """Return a mean with its normal interval, or without one if the error is unknown."""
         if standard_error is None:
             return cls(value)
         return cls(value, value - _NORMAL * standard_error, value + _NORMAL * standard_error)
 
     def scaled(self, factor: float) -> "Estimate":
-        """Return it in other units; a negative factor swaps the ends."""
+        """Return the figure in other units; a negative factor swaps the ends."""
         ends = sorted(factor * end for end in (self.low, self.high) if end is not None)
         return Estimate(factor * self, *ends)
 
@@ -65,7 +67,7 @@ class Estimate(float):
         return cls(value, value - below, value + above)
 
     def minus(self, other: "Estimate") -> "Estimate":
-        """Return a difference, as if both were measured independently; for the same prompts the interval is too wide."""
+        """Return the difference, as if both were measured independently; if they share prompts, the interval is too wide."""
         mine, others, value = bounds(self), bounds(other), float(self) - float(other)
         if mine is None or others is None:
             return Estimate(value)
@@ -73,7 +75,7 @@ class Estimate(float):
         return Estimate(value, value - below, value + above)
 
     def over(self, other: "Estimate") -> "Estimate":
-        """Return a ratio of positive figures, as if both were measured independently."""
+        """Return the ratio of two positive figures, as if both were measured independently."""
         mine, others = bounds(self), bounds(other)
         if mine is None or others is None or min(*mine, *others) <= 0:
             return Estimate(float(self) / float(other))
@@ -82,8 +84,13 @@ class Estimate(float):
         return Estimate(*map(math.exp, (ratio, *(bounds(ratio) or ()))))
 
 
+def difference(one: Estimate | None, other: Estimate | None) -> Estimate | None:
+    """Return `one.minus(other)`, or None if either was not measured."""
+    return None if one is None or other is None else one.minus(other)
+
+
 def bounds(value: float | None) -> tuple[float, float] | None:
-    """Return the ends of a figure's interval, if it has one."""
+    """Return the ends of a figure's interval; None if it has none."""
     if not isinstance(value, Estimate) or value.low is None or value.high is None:
         return None
     return value.low, value.high
@@ -92,9 +99,9 @@ def bounds(value: float | None) -> tuple[float, float] | None:
 def verdict(figures: Sequence[float | None], *, alike: bool = False) -> Verdict:
     """Decide whether figures fall in a reported order, largest first.
 
-    They do if no two neighbours' intervals overlap and all fall as reported; they do not if some pair's intervals are disjoint
-    and in the other order. That is stricter than a test at 5 %: with equal intervals it takes 2.8 standard errors of the
-    difference. With `alike` the report is that the figures do not differ, which can be refuted or stays undecided.
+    They do if every interval lies wholly above the next one. They do not if some interval lies wholly above an earlier one.
+    That is stricter than a test at 5 %: with equal intervals it takes 2.8 standard errors of the difference. With `alike` the
+    report is that the figures do not differ, which can be refuted but never confirmed.
     """
     if any(value is None for value in figures):
         return Verdict.UNKNOWN
@@ -109,7 +116,7 @@ def verdict(figures: Sequence[float | None], *, alike: bool = False) -> Verdict:
 
 
 def with_intervals(figures: Mapping[str, Any]) -> dict[str, Any]:
-    """Return figures of `results.json`, nested ones too, with `_low` and `_high` joined into an `Estimate`."""
+    """Return figures of `results.json`, nested ones too, with every figure and its `_low` and `_high` as one `Estimate`."""
     return {
         key: _joined(value, figures.get(key + _LOW), figures.get(key + _HIGH))
         for key, value in figures.items()

@@ -1,7 +1,7 @@
-"""The few SVG shapes that charts consist of, and the ticks of an axis.
+"""The SVG shapes that charts are made of, and the ticks of an axis.
 
-Two kinds of drawing keep text legible at every width. *Fluid* ones have x in per cent of the page's width and y in pixels, so
-nothing is scaled. *Panels* have a fixed viewBox about as wide as a phone, and stand side by side if there is room.
+Two kinds of drawing keep text legible at every width. *Fluid* drawings have x in per cent of the page's width and y in pixels,
+so that nothing is scaled. *Panels* have a fixed viewBox about as wide as a phone, and stand side by side if there is room.
 """
 
 import html
@@ -17,12 +17,12 @@ Place = float | str
 
 
 def escape(text: object) -> str:
-    """Make any text safe inside an element or a quoted attribute; control characters become visible."""
+    """Make any text safe inside an element or a quoted attribute, and control characters visible."""
     return html.escape(_CONTROLS.sub("\N{REPLACEMENT CHARACTER}", str(text)), quote=True)
 
 
 def place(value: Place) -> str:
-    """Write a coordinate without needless digits."""
+    """Write a coordinate without trailing zeros."""
     return value if isinstance(value, str) else f"{value:.2f}".rstrip("0").rstrip(".")
 
 
@@ -42,20 +42,20 @@ def circle(x: Place, y: Place, radius: float, kind: str) -> str:
 
 
 def text(x: Place, y: Place, words: str, anchor: str = "middle", kind: str = "tick", shift: float = 0, turn: float = 0) -> str:
-    """Write words, shifted sideways by pixels where x is a percentage, or turned around their anchor by degrees."""
+    """Write words; `shift` moves them sideways by pixels (for x in per cent), `turn` rotates them around (x, y) by degrees."""
     moved = f' dx="{place(shift)}"' if shift else ""
     moved += f' transform="rotate({place(turn)} {place(x)} {place(y)})"' if turn else ""
     return f'<text class="{kind}" x="{place(x)}" y="{place(y)}"{moved} text-anchor="{anchor}">{escape(words)}</text>'
 
 
 def text_width(words: str) -> float:
-    """Return about how many pixels words take in a font of 12."""
+    """Return the approximate width of words in pixels, at font size 12."""
     return 7.0 * len(words)
 
 
 @dataclass(frozen=True)
 class Box:
-    """An upright rectangle, for collisions."""
+    """A rectangle, to find labels that collide."""
 
     left: float
     top: float
@@ -64,7 +64,7 @@ class Box:
 
     @classmethod
     def around(cls, x: float, y: float, reach: float) -> "Box":
-        """Make a square around a point."""
+        """Return the square around a point."""
         return cls(x - reach, y - reach, x + reach, y + reach)
 
     @classmethod
@@ -76,17 +76,17 @@ class Box:
 
     @classmethod
     def of_text(cls, x: float, y: float, words: str, anchor: str) -> "Box":
-        """Make the rectangle that words take up in a font of 12."""
+        """Return the rectangle that words take up at font size 12."""
         width = text_width(words)
         left = x - {"start": 0.0, "middle": width / 2, "end": width}[anchor]
         return cls(left, y - 10, left + width, y + 3)
 
     def meets(self, other: "Box") -> bool:
-        """Whether two share some area."""
+        """Whether the two overlap."""
         return self.left < other.right and other.left < self.right and self.top < other.bottom and other.top < self.bottom
 
     def holds(self, other: "Box") -> bool:
-        """Whether another lies inside."""
+        """Whether the other lies inside this one."""
         across = self.left <= other.left and other.right <= self.right
         return across and self.top <= other.top and other.bottom <= self.bottom
 
@@ -98,7 +98,7 @@ def fluid(height: float, shapes: Iterable[str], label: str | None = None) -> str
 
 
 def panel(width: float, height: float, shapes: Iterable[str], label: str) -> str:
-    """Draw in a fixed frame that scales as a whole."""
+    """Draw in a frame of fixed proportions that scales as a whole."""
     frame = f'viewBox="0 0 {place(width)} {place(height)}"'
     return f'<svg class="panel-svg" {frame} role="img" aria-label="{escape(label)}">{"".join(shapes)}</svg>'
 
@@ -111,19 +111,19 @@ class Scale:
     high: float
 
     def fraction(self, value: float) -> float:
-        """Position of a figure between the ends, 0 to 1."""
+        """Return a figure's position between the ends, 0 to 1."""
         return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
 
     def x(self, value: float) -> str:
-        """Place of a figure as a percentage."""
+        """Return a figure's position as a percentage."""
         return f"{100 * self.fraction(value):.2f}%"
 
     def width(self, start: float, end: float) -> str:
-        """Length between two figures as a percentage."""
+        """Return the distance between two figures as a percentage."""
         return f"{100 * (self.fraction(end) - self.fraction(start)):.2f}%"
 
     def ticks(self, wanted: int = 5) -> list[float]:
-        """Round figures within the ends, about as many as wanted."""
+        """Return round figures between the ends, about as many as wanted."""
         raw = (self.high - self.low) / max(1, wanted)
         power = 10.0 ** math.floor(math.log10(raw))
         step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
@@ -138,5 +138,5 @@ def tick_text(value: float) -> str:
 
 
 def end_anchor(fraction: float) -> str:
-    """Anchor that keeps a tick's text inside the drawing."""
+    """Return the text anchor that keeps a tick's text inside the drawing."""
     return "start" if fraction < 0.02 else "end" if fraction > 0.98 else "middle"

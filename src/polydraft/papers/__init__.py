@@ -1,6 +1,6 @@
-"""What only a paper needs, out of the way of the main path, each behind its own flag.
+"""Methods that only papers need, kept out of the main path, each behind its own flag.
 
-Importing this registers all of it in the registries of `polydraft.draft`.
+Importing this package registers them in the registries of `polydraft.draft`.
 """
 
 from polydraft.papers import branches, decision, flat_blocks, target_init

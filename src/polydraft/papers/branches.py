@@ -25,16 +25,16 @@ from polydraft.trees import DraftTree
 
 @RIDERS.register("branches")
 class Branches(Riders):
-    """Branches of a batch, on the device; X is branches, P tokens along a branch.
+    """The branches of a batch, on the device. Axis X: branches; P: tokens along a branch.
 
-    Each branch token sees the text, the pending token included, and the earlier tokens of its branch. The target's best token
-    after every prefix of a branch is a draft; a branch grows by the last one, and drops its first token at full length. All of
-    it depends only on the past. The tensors keep their size and address, so that rounds can be captured: tokens that a branch
-    does not have yet are missing nodes.
+    Each branch token sees the text, including the pending token, and the earlier tokens of its branch. The target's best token
+    after every prefix of a branch is a draft. A branch grows by the last of these, and at full length drops its first token.
+    All this depends only on the past. The tensors keep their size and address, so that rounds can be captured; tokens that a
+    branch does not have yet are missing nodes.
 
     Deviations from [1]: a branch begins with one random token, not several. Drafts are the target's best tokens at any
-    temperature, because drawn ones only make the cache noisier, and branches teach before they are full. `DrawnBranches` does
-    neither.
+    temperature, because drawn ones only make the cache noisier. Branches teach the cache before they are full. `DrawnBranches`
+    follows [1] in the last two points.
     """
 
     ROW_STATE: ClassVar[tuple[str, ...]] = ("tokens_BXP", "lengths_B", "seeds_BT", "sizes_B")
@@ -49,26 +49,26 @@ class Branches(Riders):
         self.options, self._target = options, target
         size, device = (batch_size, options.branches, options.length), target.device
         self.tokens_BXP = torch.full(size, NO_TOKEN, device=device)
-        """Tokens of the branches, first ones first."""
+        """Tokens of the branches, in order."""
         self.lengths_B = torch.zeros(batch_size, dtype=torch.long, device=device)
-        """Tokens that the branches of each row have; 0 for rows whose first pass is the next one."""
+        """Length of each row's branches; 0 before a row's first pass."""
         self.seeds_BT = torch.zeros(batch_size, 1, dtype=torch.long, device=device)
         """Prompts from which the first tokens of new rows are drawn."""
         self.sizes_B = torch.ones(batch_size, device=device, dtype=torch.float64)
-        """How many tokens there are to draw from."""
+        """Number of tokens from which a row's first ones are drawn."""
 
     @property
     def kind(self) -> Hashable:
-        """A capture depends on the size of the prompts from which first tokens are drawn."""
+        """The size of `seeds_BT`, on which captures depend."""
         return self.seeds_BT.shape[1]
 
     @property
     def num_uniforms(self) -> int:
-        """Random numbers per row and round. Only a row's first round uses them, but all rounds consume as many."""
+        """Random numbers per row and round. Only a row's first round uses them, but every round consumes that many."""
         return self.options.branches
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Forget the branches of some rows; new ones begin with the next pass."""
+        """Forget the branches of some rows; new branches begin with the next pass."""
         from_prompt = self.options.seeds == "prompt"
         wanted = round_up(max((len(texts[row]) for row in rows), default=1)) if from_prompt else 1
         if wanted > self.seeds_BT.shape[1]:
@@ -80,7 +80,7 @@ class Branches(Riders):
                 self.seeds_BT[row, : len(texts[row])].copy_(brought(torch.tensor(list(texts[row])), self.seeds_BT.device))
 
     def attach(self, tree: DraftTree, uniforms_BX: Tensor) -> DraftTree:
-        """Add the branches' tokens to a pass, as nodes after all others that no child table names."""
+        """Add the branches' tokens to a pass, as nodes after all others that are in no child table."""
         branches, length = self.tokens_BXP.shape[1:]
         if not self._ride:
             return tree
@@ -109,7 +109,7 @@ class Branches(Riders):
         )
 
     def commit(self, features_BNF: Tensor) -> Tensor | None:
-        """Let the branches grow; return their tokens, the draft after each, and their number, for `grams`."""
+        """Let the branches grow; return their tokens, the draft after each, and their length, for `grams`."""
         batch_size, branches, length = self.tokens_BXP.shape
         if not self._ride:
             return None
@@ -139,7 +139,7 @@ class Branches(Riders):
         return rows_B if self.resting_B is None else rows_B & ~self.resting_B
 
     def grams(self, report: Sequence[int], gram: int) -> Iterator[Sequence[int]]:
-        """Read n-grams from a row of what `commit` returned: up to `gram` tokens of a branch, and the draft after them."""
+        """Yield n-grams from a row that `commit` returned: up to `gram` tokens of a branch, and the draft after them."""
         own, length = report[-1], self.options.length
         for start in range(0, len(report) - 1, 2 * length):
             branch, drafts = report[start : start + own], report[start + length : start + length + own]
@@ -149,10 +149,10 @@ class Branches(Riders):
 
 @RIDERS.register("drawn-branches")
 class DrawnBranches(Branches):
-    """Branches as [1] describes them: drafts are drawn like the text's own tokens, and only full branches teach the cache.
+    """Branches as in [1]: drafts are drawn like the text's own tokens, and only full branches teach the cache.
 
-    [1] updates the cache with `k = G` to `L` once branches have their length; branches shorter than G, which it does not
-    mention, teach what they have.
+    [1] updates the cache with `k = G` to `L` once branches are full. It does not mention branches shorter than G; here they
+    teach all of their tokens.
     """
 
     ROW_STATE = (*Branches.ROW_STATE, "greedy_B")
@@ -165,12 +165,12 @@ class DrawnBranches(Branches):
         self.greedy_B = torch.zeros(batch_size, dtype=torch.bool, device=target.device)
 
     def row_parts(self) -> Iterable[ByRow]:
-        """Return the parts that know the rows' parameters."""
+        """Return the parts with state of their own by row."""
         return (self._warper,)
 
     @property
     def kind(self) -> Hashable:
-        """Captures also depend on the parameters."""
+        """Captures also depend on the sampling parameters."""
         return super().kind, self._warper.kind
 
     @property
@@ -179,12 +179,12 @@ class DrawnBranches(Branches):
         return self.options.branches + self.options.most
 
     def admit(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Set the parameters of all rows, and new texts in some."""
+        """Set the sampling parameters of all rows, and start new texts in some."""
         self._warper.admit(params, rows, [texts[row] for row in rows])
         assign(self.greedy_B, params.greedy)
 
     def use(self, params: RowParams) -> None:
-        """Set the parameters of the rows."""
+        """Set the sampling parameters of all rows."""
         self._warper.use(params)
         assign(self.greedy_B, params.greedy)
 
@@ -193,7 +193,7 @@ class DrawnBranches(Branches):
         self._warper.advance(emitted)
 
     def attach(self, tree: DraftTree, uniforms_BX: Tensor) -> DraftTree:
-        """Keep the random numbers of the drafts for later."""
+        """Add the branches' tokens, and keep the random numbers of the drafts for `commit`."""
         self._uniforms_BX = uniforms_BX[:, self.options.branches :]
         return super().attach(tree, uniforms_BX[:, : self.options.branches])
 
@@ -208,5 +208,5 @@ class DrawnBranches(Branches):
         return torch.where(self.greedy_B[:, None], super()._drafts(logits_BXV), drawn_BX)
 
     def grams(self, report: Sequence[int], gram: int) -> Iterator[Sequence[int]]:
-        """Read n-grams from full branches."""
+        """Yield n-grams from full branches only."""
         return super().grams(report, gram) if report[-1] == self.options.length else iter(())

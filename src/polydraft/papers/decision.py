@@ -1,6 +1,6 @@
 """Models that decide whether to continue drafting, by estimating whether the target will accept the draft's next token.
 
-On disk a decision model is a folder of `config.json` and `model.safetensors`, with a fingerprint of the draft it belongs to.
+On disk a decision model is a folder with `config.json` and `model.safetensors`; it has a fingerprint of its draft.
 
 References
 ----------
@@ -33,7 +33,7 @@ MODEL_TYPE = "polydraft_decision"
 AUTO = "auto"
 _DRAFTS = Path(__file__).parent.parent / "drafts"
 _SAMPLED = 64
-"""Numbers of each weight that go into a fingerprint."""
+"""Numbers of each weight tensor that go into a fingerprint."""
 
 
 class DecisionKind(StrEnum):
@@ -52,7 +52,7 @@ _SHIPPED = {
 
 
 def shipped_decision(draft: str, name: str) -> Path | None:
-    """Return the folder of a draft's decision model that ships, by its `DecisionKind` or ``auto``, if any."""
+    """Return the folder of the decision model that ships for a draft, by `DecisionKind` or ``auto``; None if none does."""
     kinds = [*DecisionKind][::-1] if name == AUTO else [DecisionKind(name)]
     folders = [_SHIPPED[draft, kind] for kind in kinds if (draft, kind) in _SHIPPED]
     return next((folder for folder in folders if (folder / "config.json").exists()), None)
@@ -80,18 +80,18 @@ class DecisionShape:
 
     kind: DecisionKind
     inputs: int
-    """Numbers it looks at: the draft's features, or `top` probabilities and the entropy."""
+    """Number of inputs: the draft's features, or `top` probabilities and the entropy."""
     width: int = 64
     """Neurons of each inner layer."""
 
     @property
     def layers(self) -> int:
-        """Linear layers: three for hidden states, two for distributions, as in [1]."""
+        """Number of linear layers: three for hidden states, two for distributions, as in [1]."""
         return 3 if self.kind is DecisionKind.HIDDEN else 2
 
 
 class DecisionModel(nn.Module, Decision):
-    """A multi-layer perceptron with calibrated output; a row stops if none of its nodes reaches the threshold β."""
+    """A multi-layer perceptron with calibrated output; a row stops drafting if none of its nodes reaches the threshold β."""
 
     mean_F: Tensor
     spread_F: Tensor
@@ -121,15 +121,15 @@ class DecisionModel(nn.Module, Decision):
         return scores_R
 
     def chances(self, inputs_RF: Tensor) -> Tensor:
-        """Return calibrated chances of acceptance."""
+        """Return calibrated probabilities of acceptance."""
         return torch.sigmoid(self.calibration_2[0] * self.scores(inputs_RF) + self.calibration_2[1])
 
     def goes_on(self, features_BGF: Tensor, logits_BGV: Tensor) -> Tensor:
-        """Continue where some node's chance reaches the threshold."""
+        """Return which rows continue: those with a node whose probability reaches the threshold."""
         return (self.chances(self.inputs(features_BGF, logits_BGV)) >= self.threshold).any(-1)
 
     def fit_inputs(self, inputs_RF: Tensor) -> None:
-        """Learn the inputs' mean and spread."""
+        """Set the mean and spread that normalise inputs."""
         self.mean_F.copy_(inputs_RF.mean(0))
         self.spread_F.copy_(inputs_RF.std(0).clamp(min=1e-4))
 
@@ -157,7 +157,7 @@ def draft_fingerprint(draft: LanguageModel | Head) -> str:
     for name, weight in sorted(_weights(draft).items()):
         flat = weight.detach().flatten()
         sample = flat[:: max(len(flat) // _SAMPLED, 1)][:_SAMPLED]
-        # bfloat16 is the coarsest format that drafts are loaded in.
+        # Round to bfloat16, the coarsest format that drafts are loaded in.
         digest.update(f"{name}{tuple(weight.shape)}".encode())
         digest.update(sample.to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes())
     return digest.hexdigest()[:16]
@@ -168,13 +168,13 @@ def _weights(draft: LanguageModel | Head) -> dict[str, Tensor]:
         return dict(draft.state_dict())
     module = getattr(draft, "hf_model", None)
     if module is not None:
-        layers = torch.tensor([float(getattr(draft, "num_layers", 0))])  # an early exit has its target's weights
+        layers = torch.tensor([float(getattr(draft, "num_layers", 0))])  # early exits share the weights of their target
         return {**module.state_dict(), "layers": layers}
     return {name: value for name, value in vars(draft).items() if isinstance(value, Tensor)}
 
 
 def save_decision(model: DecisionModel, draft: LanguageModel | Head, folder: Path, details: dict[str, Any]) -> None:
-    """Write a decision model and what loading it takes into an existing folder."""
+    """Write a decision model and its configuration into an existing folder; `details` go into the latter."""
     weights = {key: value.detach().cpu().contiguous() for key, value in model.state_dict().items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
@@ -188,7 +188,7 @@ def save_decision(model: DecisionModel, draft: LanguageModel | Head, folder: Pat
 
 
 def load_decision(name: str, draft: LanguageModel | Head, threshold: float = DEFAULT_THRESHOLD) -> DecisionModel:
-    """Load a draft's decision model: a folder, or one that ships, named ``auto``, ``hidden`` or ``distribution``.
+    """Load a draft's decision model: a folder, or ``auto``, ``hidden`` or ``distribution`` for one that ships.
 
     A model that was trained for another draft is refused. The threshold is β, see `DecisionModel`.
     """
@@ -218,7 +218,7 @@ def load_decision(name: str, draft: LanguageModel | Head, threshold: float = DEF
             "this draft with: polydraft train decision"
         )
     try:
-        check_header(folder / "model.safetensors", weightless(DecisionModel, shape))  # before sizes that are wrong take memory
+        check_header(folder / "model.safetensors", weightless(DecisionModel, shape))  # before wrong sizes take memory
         model = DecisionModel(shape, threshold)
         model.load_state_dict(load_file(folder / "model.safetensors"))
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:

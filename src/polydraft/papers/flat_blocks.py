@@ -1,4 +1,4 @@
-"""Self-Draft's verification as described in its paper, for ablations: above temperature 0 it changes the text's distribution.
+"""Self-Draft's verification as its paper describes it, for ablations: above temperature 0 it changes the distribution.
 
 References
 ----------
@@ -21,17 +21,17 @@ from polydraft.verify.walk import TargetDistribution, fault_of
 
 @LOSSY_TRIES.register("flat-blocks")
 class FlatBlocksBuilder(TrieBuilder):
-    """Chains that share no nodes, those of the longest prefixes first, and their walk."""
+    """Builds separate chains that share no nodes, those after the longest prefixes first."""
 
     obstacle = "flat blocks are lossy and not made for speed: their walk looks at how deep each node is"
 
     def resolve_walk(self, name: str) -> Walk:
-        """Keep the longest chain; other walks than node by node are refused as elsewhere."""
+        """Return the walk that keeps the longest chain; refuse any name but ``node``, as other tries do."""
         check_node_walk(self._name, name)
         return FlatBlocksWalk(1 + self._options.most_nodes)
 
     def trie(self, memories: Sequence[GramMemory], root: int) -> TokenTrie:
-        """Propose what follows the longest prefixes."""
+        """Return the continuations of the longest prefixes."""
         trie, found = TokenTrie(root, shared=False), list[tuple[Match, str]]()
         for name, memory in zip(self.source.names, memories, strict=True):
             assert isinstance(memory, ContinuationMemory), name
@@ -45,10 +45,10 @@ class FlatBlocksBuilder(TrieBuilder):
 class FlatBlocksWalk(Walk):
     """Draws a token after every node independently, and keeps the longest candidate that agrees with its own draws.
 
-    Lossy: candidates with a common beginning have several tries at the same place, and the longest is kept, which favours
-    tokens with long continuations. With one draw at each place of a trie instead (`NodeWalk`) the text keeps its distribution.
-    At temperature 0 all draws agree and both walks give the same text. Not registered, because every registered walk is
-    lossless. Trees have `num_nodes` at most, the root included.
+    Lossy: candidates with a common beginning draw several times at the same position, and keeping the longest one favours
+    tokens with long continuations. With one draw per node of a trie (`NodeWalk`), the text keeps its distribution. At
+    temperature 0 all draws agree, so both walks give the same text. Not registered, because every registered walk is lossless.
+    Trees have at most `num_nodes` nodes, the root included.
     """
 
     name = "flat-blocks"
@@ -58,7 +58,7 @@ class FlatBlocksWalk(Walk):
 
     @classmethod
     def fits(cls, scheme: Scheme | type[Scheme]) -> bool:
-        """Only certain candidates, which the drafter ensures."""
+        """Return False: only `FlatBlocksBuilder` uses this walk."""
         return False
 
     def uniforms(self, scheme: Scheme, depth: int) -> int:
@@ -102,7 +102,7 @@ class FlatBlocksWalk(Walk):
 
 
 def _distribution(target_distribution: TargetDistribution, node: int, tokens_BD: Tensor, depth_B: Tensor) -> Tensor:
-    """Return the target's distribution at one node of every row, at whichever depth the row has it."""
+    """Return the target's distribution at one node of every row; its depth may differ from row to row."""
     distribution_BV: Tensor | None = None
     for depth in range(int(depth_B.max()) + 1):
         node_B = torch.full_like(depth_B, node)

@@ -1,8 +1,8 @@
 """Improved MCSD's target-initialised trees and their verification, a lossy rule.
 
-A tree begins with several tokens from the target's distribution, and the longest accepted path is kept. Keeping the first token
-that the draft continues best prefers tokens that are easy for the draft: the text no longer follows the target's distribution
-(docs/dynamic.md measures by how much).
+A tree begins with several tokens from the target's distribution, and the longest accepted path is kept. This favours first
+tokens that the draft continues well, so the text no longer follows the target's distribution (docs/dynamic.md measures by how
+much).
 
 References
 ----------
@@ -30,7 +30,7 @@ _TOP = SCHEMES.get("top")()
 
 
 def check_lossy(name: str, topology: Topology) -> None:
-    """Refuse an unknown lossy drafter, or a tree that it cannot grow."""
+    """Refuse unknown lossy drafters, and trees that they cannot grow."""
     LOSSY_DRAFTERS.get(name)
     chains = max(len(topology.children[0]), 1)
     if topology.depth < 1 or topology != Topology.fork(chains, topology.depth):
@@ -38,12 +38,12 @@ def check_lossy(name: str, topology: Topology) -> None:
 
 
 class TargetInit(Drafter):
-    """Begins with W tokens of the target, drafts D more after each, and keeps the longest accepted path ([1] §3.1).
+    """Begins with W tokens from the target, drafts D more after each, and keeps the longest accepted path ([1] §3.1).
 
-    The text does not follow the target's distribution. Its lossless counterpart of the same width is a fork below one token
-    from the target: the pending token, the root of every tree here, is such a token. So that counterpart is `fork:WxD`, also
-    called `target-root:WxD`. The depth D of the fork that is given counts drafted tokens. A decision may stop rows early ([1]
-    §3.3), but not at first tokens of the target.
+    The text does not follow the target's distribution. The lossless counterpart is a fork of the same width below a single
+    token from the target. Every tree here has such a token as its root, the pending token, so that counterpart is `fork:WxD`,
+    also called `target-root:WxD`. `topology` is a fork whose depth D counts drafted tokens only. A decision may stop rows early
+    ([1] §3.3), but not at first tokens from the target.
     """
 
     name = "target-init"
@@ -56,19 +56,19 @@ class TargetInit(Drafter):
         self.topology: Topology = Topology.fork(len(topology.children[0]), topology.depth + 1)
 
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
-        """Go to work on a batch."""
+        """Return the session for a batch."""
         if params.mixed:
-            raise UsageError("--lossy target-init cannot mix rows of temperature 0 with others; decode them apart")
+            raise UsageError("--lossy target-init cannot mix rows of temperature 0 with others; decode them separately")
         source = TreeDrafter(self.model, self.topology, "rrs-wor").source(len(params))
         builder = TargetInitBuilder(source, self.topology, params, target.vocab_size, self.decision)
         return DraftSession(self.name, drawn=builder)
 
 
 class TargetInitBuilder(StoppingBuilder):
-    """A fork whose first level is replaced by tokens from the target's distribution, once that is known.
+    """Grows a fork whose first level consists of tokens from the target's distribution.
 
-    In a text's first round it is not, because the target has not read the prompt's last token yet: there the first level is the
-    draft's.
+    In a text's first round that distribution is unknown, because the target has not read the prompt's last token yet. Then the
+    first level comes from the draft.
     """
 
     elastic = False
@@ -86,19 +86,19 @@ class TargetInitBuilder(StoppingBuilder):
         self._width, self._greedy = len(topology.children[0]), params.all_greedy
         self._walk = LongestWalk(self._greedy)
         self._next: tuple[Tensor, Tensor] | None = None
-        """What the next tree begins with, `LongestVerdict.next_distribution_BV`, and the rows in which that is known."""
+        """`next_distribution_BV` and `known_B` of the last `LongestVerdict`: what the next tree begins with."""
 
     @property
     def num_uniforms(self) -> int:
-        """The tree's, and one for each token from the target."""
+        """The tree's random numbers, and one for each token from the target."""
         return super().num_uniforms + self._width
 
     def resolve_walk(self, name: str) -> Walk:
-        """Keep the longest path."""
+        """Return the walk that keeps the longest path, whatever the name."""
         return self._walk
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Begin new rows with the draft's tokens."""
+        """Let new rows begin with the draft's tokens."""
         super().begin(texts, rows, params)
         if self._next is not None:
             known_B = self._next[1].clone()
@@ -106,12 +106,12 @@ class TargetInitBuilder(StoppingBuilder):
             self._next = self._next[0], known_B
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
-        """Tell the walk which rows begin with the target's tokens."""
+        """Grow a tree, and tell the walk which rows begin with tokens from the target."""
         self._walk.given_B = None if self._next is None else self._next[1]
         return super().build(tail_B2, uniforms_BU)
 
     def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> Tensor | None:
-        """Take the first level, W tokens, from the target's distribution; the likeliest at temperature 0."""
+        """Draw a level; the first one comes from the target's distribution, as its likeliest tokens at temperature 0."""
         probs_BGV = super().draw(level, logits_BGV, tokens_BN, uniforms_BU)
         if level.first > 0 or self._next is None:
             return probs_BGV
@@ -123,7 +123,7 @@ class TargetInitBuilder(StoppingBuilder):
         return probs_BGV
 
     def stops(self, features_BGF: Tensor, logits_BGV: Tensor) -> bool:
-        """Let rows continue after first tokens of the target, about which the draft's features say nothing."""
+        """Never stop at first tokens from the target, because the draft's features say nothing about them."""
         stops = super().stops(features_BGF, logits_BGV)
         if self.decision is None or self._drawn > 1 or self._next is None:
             return stops
@@ -148,16 +148,15 @@ class LongestVerdict(Verdict):
     """A verdict with the distribution that the next tree begins with."""
 
     next_distribution_BV: Tensor
-    """Distribution after the last emitted token: the target's, or what rejection left of it. At temperature 0: an order of
-    tokens."""
+    """The target's distribution after the last emitted token, or its residual after a rejection; at temperature 0 a ranking."""
     known_B: Tensor
-    """Whether that distribution is known; not if nothing was accepted."""
+    """Whether that distribution is known: false if nothing was accepted."""
 
 
 class LongestWalk(Walk):
-    """Verifies every chain of a fork independently and keeps the first longest.
+    """Verifies every chain of a fork independently, and keeps the longest; of several, the first.
 
-    Not registered: registered walks are lossless.
+    Not registered, because registered walks are lossless.
     """
 
     name = "longest"
@@ -165,21 +164,21 @@ class LongestWalk(Walk):
     def __init__(self, greedy: bool) -> None:
         self.greedy = greedy
         self.given_B: Tensor | None = None
-        """Rows whose first level comes from the target's own distribution, and so is accepted unseen."""
+        """Rows whose first level comes from the target's own distribution, and so is accepted without a test."""
 
     @classmethod
     def fits(cls, scheme: Scheme | type[Scheme]) -> bool:
-        """Only its own drafter's schemes."""
+        """Return False: only `TargetInitBuilder` uses this walk."""
         return False
 
     def uniforms(self, scheme: Scheme, depth: int) -> int:
-        """One for each node of a chain: chains may share them, since only one is kept."""
+        """One for each node of a chain; chains share them, because only one chain is kept."""
         return depth + 1
 
     def run(
         self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor
     ) -> LongestVerdict:
-        """Walk down the chains one after the other."""
+        """Verify the chains one after the other."""
         batch_size, device = len(draft.tokens_BN), draft.tokens_BN.device
         given_B = torch.zeros(batch_size, dtype=torch.bool, device=device) if self.given_B is None else self.given_B
         root_B = torch.zeros(batch_size, dtype=torch.long, device=device)
@@ -207,7 +206,7 @@ class LongestWalk(Walk):
         given_B: Tensor,
         uniforms_BU: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return a chain's nodes, root first, its tokens, and how many of them are accepted."""
+        """Return a chain's nodes, root first, its tokens, and the number of accepted tokens."""
         batch_size = len(first_B)
         node_B, going_B = torch.zeros_like(first_B), torch.ones_like(given_B)
         length_B = torch.zeros_like(first_B)
@@ -239,9 +238,9 @@ class LongestWalk(Walk):
         kept_BD: Tensor,
         end_B: Tensor,
     ) -> LongestVerdict:
-        """Emit the path, its last token pending; if nothing was accepted, one token from the target's distribution."""
+        """Emit the path, whose last token becomes pending, or one token from the target if nothing was accepted."""
         known_B, text_BP = best_B > 0, kept_BD[:, : draft.depth]
-        refused_B = (draft.children(end_B)[1] != NO_TOKEN).any(-1)  # the path went no further, though it was offered to
+        refused_B = (draft.children(end_B)[1] != NO_TOKEN).any(-1)  # the path ends although there were further drafts
         if self.greedy:
             assert isinstance(target_distribution, TargetDistributions)
             next_BV, own_B = target_distribution.ranking(end_B, text_BP), target_distribution.likeliest(end_B, text_BP)
@@ -259,7 +258,7 @@ class LongestWalk(Walk):
         tokens_BD = kept_BD.clone()
         tokens_BD[:, 0] = torch.where(known_B, kept_BD[:, 0], own_B)
         accepted_B = (best_B - 1).clamp(min=0)
-        # Entries beyond the accepted ones repeat the last of them.
+        # Entries after the accepted ones repeat the last of them.
         places_D = torch.arange(path_BD.shape[1], device=path_BD.device)
         path_BD = path_BD.gather(1, torch.minimum(places_D, accepted_B[:, None]))
         return LongestVerdict(path_BD, accepted_B, tokens_BD, accepted_B + refused_B, fault_B, next_BV, known_B)

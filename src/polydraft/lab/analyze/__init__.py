@@ -1,1 +1,1 @@
-"""Acceptance of schemes against the optimum, on probabilities of two real models along the target's own text."""
+"""Compare the acceptance of schemes with the optimum, on distributions of two real models along the target's own text."""

@@ -1,4 +1,4 @@
-"""Probabilities of both models at the same positions of texts that the target writes."""
+"""Collect both models' distributions at the same positions of texts that the target writes."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from polydraft.sampling.categorical import row_seed
 from polydraft.trees import causal_block
 
 _CHUNK_BYTES = 2**28
-"""Most bytes of logits at a time: those over all tokens are large."""
+"""Most bytes of logits to compute at a time."""
 
 Observer = Callable[[str, int, int], None]
-"""Called with the name of the phase, the steps done and the steps in total."""
+"""`(phase, steps done, steps in total)`: called as work progresses."""
 Texts = Sequence[Sequence[int]]
 Places = Sequence[Sequence[int]]
-"""Ascending indices of tokens, for each text."""
+"""Ascending token indices, for each text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,10 +30,10 @@ class Distributions:
     """Both models' probabilities of the next token, one row per position."""
 
     target_RV: Tensor
-    """Float32, on the host. Where the draft knows only part of the tokens, the last column stands for all others."""
+    """Float32, on the host. If the draft knows only part of the vocabulary, the last column stands for all other tokens."""
     draft_RV: Tensor
     prompt_R: Tensor
-    """Index of the prompt whose answer holds the position; positions of one prompt are correlated."""
+    """Index of each position's prompt; positions of the same prompt are correlated."""
 
     def __len__(self) -> int:
         return len(self.prompt_R)
@@ -47,9 +47,9 @@ def collect(
     temperature: float,
     observer: Observer,
 ) -> Distributions:
-    """Let the target answer the prompts, and return both models' probabilities at random positions of the answers.
+    """Let the target answer the prompts, and return both models' distributions at random positions of the answers.
 
-    The temperature is that of the text and of both distributions, unless the settings have another for the draft. A feature
+    The temperature applies to the text and to both distributions, unless the settings have another for the draft. A feature
     head reads the target's features along the text, as it does when it drafts the first token of a round.
     """
     texts = _write(settings, target, prompts, temperature, observer)
@@ -75,7 +75,7 @@ def collect(
 def _write(
     settings: AnalyzeSettings, target: Loaded, prompts: Sequence[Sequence[int]], temperature: float, observer: Observer
 ) -> list[list[int]]:
-    """Return each prompt with its answer by plain decoding; other rows of the batch affect an answer only by rounding."""
+    """Return each prompt with its answer by plain decoding, which depends on the rest of the batch only through rounding."""
     decoder = Decoder(target.model, eos_token_ids=target.eos_token_ids)
     total, texts = len(prompts) * settings.max_new_tokens, []
     observer(f"T={temperature:g}: text", 0, total)
@@ -96,7 +96,7 @@ def _write(
 
 
 def _choose(texts: Texts, prompts: Texts, settings: AnalyzeSettings, first: int) -> list[list[int]]:
-    """Draw the tokens to predict from all answers, without replacement."""
+    """Choose random positions from all answers, without replacement."""
     pairs = enumerate(zip(texts, prompts, strict=True))
     every = [(number, place) for number, (text, prompt) in pairs for place in range(max(len(prompt), first), len(text))]
     if not every:
@@ -117,10 +117,10 @@ def _batches(items: Sequence[int], size: int) -> Iterator[Sequence[int]]:
 
 @torch.no_grad()
 def read(model: LanguageModel, texts: Texts, places: Places, head: Head | None = None) -> tuple[Tensor, Tensor | None]:
-    """Return a model's features, and the outputs of a feature head above it, that predict some tokens of each text.
+    """Return the features from which a model predicts the tokens at `places`, and the outputs of a head at the same places.
 
-    The tokens to predict, `places`, count from 1, and from 2 with a head, whose first entry is a pair of tokens. Rows are
-    ordered by text, then by place.
+    Places are at least 1, or at least 2 with a head, whose first entry is a pair of tokens. Rows are ordered by text, then by
+    place.
     """
     known = [list(text[: rows[-1]]) if rows else [] for text, rows in zip(texts, places, strict=True)]
     longest = max(map(len, known))
@@ -133,7 +133,7 @@ def read(model: LanguageModel, texts: Texts, places: Places, head: Head | None =
         if head is None or entries is None:
             return
         size = features_BTF.shape[1]
-        # Entry i is the pair of the features at i and the token at i + 1.
+        # Entry i joins the features at i with the token at i + 1.
         following = [
             list(text[start + 1 : start + 1 + count]) for text, start, count in zip(texts, starts, counts, strict=True)
         ]
@@ -148,30 +148,30 @@ def read(model: LanguageModel, texts: Texts, places: Places, head: Head | None =
 
 
 class _Picker:
-    """Keep the rows of some places of each text while chunks go by."""
+    """Picks the rows at some places of each text from the chunks of a prefill."""
 
     def __init__(self, places: Places) -> None:
         self._places = places
         self._kept: list[list[Tensor]] = [[] for _ in places]
 
     def take(self, starts: Sequence[int], counts: Sequence[int], values_BTX: Tensor) -> None:
-        """Keep what is wanted of the next chunk of each text."""
+        """Keep the wanted rows of the next chunk of each text."""
         for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
             inside = [place - start for place in self._places[row] if start <= place < start + count]
             if inside:
                 self._kept[row].append(values_BTX[row, inside])
 
     def picked(self) -> Tensor:
-        """Return all rows, text after text."""
+        """Return all rows, text by text."""
         return torch.cat([part for kept in self._kept for part in kept])
 
 
 def target_distributions(
     target: LanguageModel, features_RF: Tensor, temperature: float, vocabulary: PartialVocabulary | None
 ) -> Tensor:
-    """Return the target's distributions over the draft's tokens, with one more column for all others if there are any.
+    """Return the target's distributions over the tokens that the draft knows, with one more column for all others, if any.
 
-    Acceptance depends only on the sum of the tokens that a draft cannot propose.
+    One column is enough, because acceptance depends only on the total probability of tokens that the draft cannot propose.
     """
     parts = []
     for part_RF in _chunks(features_RF, target.vocab_size):
@@ -190,7 +190,7 @@ def draft_distributions(draft: LanguageModel | Head, features_RF: Tensor, temper
     for part_RF in _chunks(features_RF, vocab_size):
         logits_RD = draft.head(part_RF)
         if draft.vocabulary is None:
-            # Padding rows of either model's table never get mass.
+            # Padding columns get no mass.
             missing = vocab_size - logits_RD.shape[-1]
             probs_RV = _warped(torch.nn.functional.pad(logits_RD, (0, missing), value=-torch.inf), temperature)
         else:

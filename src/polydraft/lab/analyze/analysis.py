@@ -1,4 +1,4 @@
-"""From a pair of models to the table: text, probabilities (kept on disk, so that another scheme runs no model), figures."""
+"""Compare schemes on a pair of models: text, distributions (kept on disk, so that more schemes need no models), figures."""
 
 import hashlib
 import json
@@ -36,7 +36,7 @@ _NAMES = ("target", "draft", "prompt")
 
 
 class Pair:
-    """A target and its draft, named as for `polydraft.load`, and loaded on first use."""
+    """A target and its draft, named as for `polydraft.load` and loaded on first use."""
 
     def __init__(self, target: str, draft: str, device: str, dtype: str) -> None:
         check_name("model", target, ALLOWED_TARGETS)
@@ -49,38 +49,38 @@ class Pair:
 
     @cached_property
     def target(self) -> Loaded:
-        """The target, loaded."""
+        """The loaded target."""
         return load_model(self.target_name, self.device, self.dtype)
 
     @cached_property
     def draft(self) -> LanguageModel | Head:
-        """The draft, loaded."""
+        """The loaded draft."""
         draft = load_draft(self.draft_name, self.target)
-        assert draft is not None, "'none' was refused"
+        assert draft is not None, "__init__ refused 'none'"
         refuse_translated(draft, "analyze")
         if isinstance(draft, Head) and draft.lacks is not None:
             raise UsageError(f"draft {self.draft_name!r} {draft.lacks}, as analyze needs; use another draft")
         return draft
 
     def fingerprint(self) -> list[str] | None:
-        """Return fingerprints of both models' files, with dtype and device; None while a file is not there yet."""
+        """Return fingerprints of both models' files, with dtype and device; None if some are not downloaded yet."""
         marks = [model_fingerprint(name) for name in (self.target_name, self.draft_name)]
         found = [mark for mark in marks if mark is not None]
         return [*found, str(self.dtype), self.device.type] if len(found) == len(marks) else None
 
 
 class DistributionStore:
-    """Distributions on disk, by what they were computed from; beyond `most_bytes` the oldest are removed.
+    """Distributions on disk, found by their origin; beyond `most_bytes` the oldest are removed.
 
-    A file's header says what it was computed from, and has a checksum. A file that does not match, or cannot be read to its
-    end, counts as missing and is written again.
+    An origin is everything that the distributions depend on. A file's header has the origin and a checksum. A file that does
+    not match them, or cannot be read, counts as missing and is written again.
     """
 
     def __init__(self, folder: Path, most_bytes: int | None = None) -> None:
         self._folder, self._most_bytes = folder, most_bytes
 
     def file(self, origin: dict[str, Any]) -> Path:
-        """Return where the distributions of an origin are kept."""
+        """Return the file for the distributions of an origin."""
         return self._folder / f"distributions-{digest_of(origin)}.safetensors"
 
     def load(self, origin: dict[str, Any]) -> Distributions | None:
@@ -96,12 +96,12 @@ class DistributionStore:
             logger.info("%s cannot be read (%s): collecting its distributions again", file, first_line(error))
             return None
         if header != _header(origin, target_RV, draft_RV, prompt_R):
-            logger.info("%s does not hold what it should: collecting its distributions again", file)
+            logger.info("%s does not match its header: collecting its distributions again", file)
             return None
         return Distributions(target_RV, draft_RV, prompt_R)
 
     def save(self, origin: dict[str, Any], distributions: Distributions) -> None:
-        """Store distributions completely or not at all; a full disk is no error."""
+        """Store distributions, completely or not at all; if the disk is full, only log that."""
         tensors = [tensor.contiguous() for tensor in (distributions.target_RV, distributions.draft_RV, distributions.prompt_R)]
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -125,7 +125,7 @@ class DistributionStore:
 
 
 def _header(origin: dict[str, Any], *tensors: Tensor) -> dict[str, str]:
-    """Return a file's header: what its numbers were computed from, and their checksum."""
+    """Return a file's header: its origin, and a checksum of its numbers."""
     checksum = hashlib.sha256()
     for tensor in tensors:
         checksum.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -135,7 +135,7 @@ def _header(origin: dict[str, Any], *tensors: Tensor) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class SampleSize:
-    """How many prompts and positions the rows of one temperature are computed from."""
+    """The number of prompts and positions behind the rows of one temperature."""
 
     temperature: float
     positions: int
@@ -143,16 +143,14 @@ class SampleSize:
 
 
 class Analysis:
-    """Compare schemes with their optima on the distributions of one pair of models.
-
-    Distributions are kept in the store, if there is one. The observer is called with phase, steps done and steps in total.
+    """Compares schemes with their optima on the distributions of one pair of models, kept in the store if there is one.
 
     Notes
     -----
-    As in §6 of [1]: the target answers prompts, both models' distributions are taken along the answers, and acceptance is
-    averaged over positions. Deviations: errors are over prompts, as positions of one answer are alike; random positions are
-    used instead of all; acceptance is computed, not sampled, where `polydraft.lab.theory` can; the optimum of drawing
-    without replacement is that of drawing one after the other.
+    As in §6 of [1], the target answers prompts, both models' distributions are collected along the answers, and acceptance is
+    averaged over positions. Deviations: errors are over prompts, because positions of one answer are correlated; a random
+    sample of positions is used; acceptance is computed, not sampled, where `polydraft.lab.theory` can; the optimum of drawing
+    without replacement is that of sequential drawing.
 
     References
     ----------
@@ -167,10 +165,10 @@ class Analysis:
         self._prompts = load_prompts(settings.source, settings.limit, settings.categories)
         self.pair = Pair(settings.target, settings.draft, settings.device, settings.dtype)
         self.sizes: list[SampleSize] = []
-        """Of the temperatures done so far."""
+        """One per temperature done so far."""
 
     def rows(self) -> Iterator[Row]:
-        """Yield the rows by temperature, then by number of drafts; schemes that take fewer drafts are left out."""
+        """Yield the rows by temperature, then by number of drafts; skip schemes that cannot take that many drafts."""
         settings = self.settings
         for temperature in dict.fromkeys(settings.temperatures):
             distributions = self.distributions(temperature)
@@ -189,7 +187,7 @@ class Analysis:
                         yield comparison.row(name, count)
 
     def _counter(self, temperature: float, positions: int) -> Callable[[int], None]:
-        """Return a function that counts progress."""
+        """Return a function that adds to the progress and reports it."""
         settings, done = self.settings, 0
         total = positions * work(settings.scheme_names, settings.drafts, settings.paper_bound)
 
@@ -201,13 +199,13 @@ class Analysis:
         return advance
 
     def distributions(self, temperature: float) -> Distributions:
-        """Return the distributions at one temperature, from the store if they are there."""
+        """Return the distributions at one temperature, from the store if it has them."""
         origin = self._origin(temperature)
         kept = self._store.load(origin) if self._store is not None and origin is not None else None
         if kept is not None:
             return kept
         distributions = collect(self.settings, self.pair.target, self.pair.draft, self._encoded(), temperature, self._observer)
-        # The files of a downloaded model exist only now.
+        # Again, because the files of a downloaded model exist only now.
         origin = self._origin(temperature)
         if self._store is not None and origin is not None:
             self._store.save(origin, distributions)
@@ -221,7 +219,7 @@ class Analysis:
         return prompts
 
     def _origin(self, temperature: float) -> dict[str, Any] | None:
-        """Return everything that the distributions depend on."""
+        """Return everything that the distributions depend on; None if the models are not downloaded yet."""
         settings, models = self.settings, self.pair.fingerprint()
         if models is None:
             return None

@@ -1,4 +1,4 @@
-"""Schemes against their optima on given probabilities: one row per scheme and number of drafts."""
+"""Compare schemes with their optima on given distributions: one row per scheme and number of drafts."""
 
 import math
 import statistics
@@ -23,11 +23,11 @@ from polydraft.lab.theory import (
 from polydraft.verify import SCHEMES, Greedy, Hybrid, Naive, Scheme, SpecHub, Top
 
 _ROWS, _ROWS_ON_DEVICES = 16, 128
-"""Positions at a time, on a CPU and elsewhere, where few of them cost as much as many."""
+"""Positions at a time, on a CPU and on other devices, where a few cost as much as many."""
 
 Advance = Callable[[int], None]
 Optimum = Callable[[Tensor, Tensor, int], Tensor]
-"""Target and draft probabilities and the number of drafts, to the largest acceptance of each row."""
+"""`(target_probs_RV, draft_probs_RV, count) -> values_R`: the largest acceptance of each row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,28 +38,28 @@ class Row:
     drafts: int
     temperature: float
     acceptance: float
-    """α: mean chance that one of the drafts is accepted."""
+    """α: mean probability that one of the drafts is accepted."""
     standard_error: float | None
-    """Of the acceptance, over prompts; None with a single prompt."""
+    """Standard error of α over prompts; None with a single prompt."""
     optimum: float | None
-    """α*: the largest acceptance of any exact verifier for drafts drawn this way; None if it is not known."""
+    """α*: the largest acceptance of any exact verifier for drafts drawn this way; None if unknown."""
     optimum_standard_error: float | None
-    """Of the optimum, over prompts."""
+    """Standard error of α* over prompts."""
     gap: float | None
     """α* − α."""
     gap_standard_error: float | None
-    """Of the gap, paired by position, so that shared variation cancels."""
+    """Standard error of the gap, paired by position, so that shared variation cancels."""
     drawing: str | None
     """How the drafts are drawn."""
     paper_bound: float | None = None
     """The paper's α*, which for distinct drafts belongs to another way of drawing."""
     paper_bound_standard_error: float | None = None
     acceptance_by_prompt: list[float]
-    """What each prompt contributes to the acceptance: their mean, with the standard error of a mean of independent numbers."""
+    """Contribution of each prompt to α: their mean is α, and the standard error of their mean is that of α."""
     optimum_by_prompt: list[float] | None = None
 
     def as_dict(self, *, paper_bound: bool, by_prompt: bool = False) -> dict[str, Any]:
-        """Return the fields by name, with or without the paper's bound and contributions of prompts."""
+        """Return the fields by name, with or without the paper's bound and the prompts' contributions."""
         fields = asdict(self)
         left_out = [] if paper_bound else ["paper_bound", "paper_bound_standard_error"]
         left_out += [] if by_prompt else ["acceptance_by_prompt", "optimum_by_prompt"]
@@ -73,7 +73,7 @@ class Drawing:
     name: str
     optimum: Optimum
     published: Optimum | None = None
-    """The paper's formula, if it has one."""
+    """The paper's formula for the optimum, if it has one."""
 
 
 WITH_REPLACEMENT = Drawing("independent", with_replacement_optimum, with_replacement_optimum)
@@ -83,10 +83,10 @@ TOP = Drawing("top", top_optimum)
 
 
 def drawing_of(scheme: Scheme) -> Drawing | None:
-    """Return how a scheme draws; None if unknown.
+    """Return how a scheme draws its children; None if unknown.
 
-    `child_distribution` defines the way of drawing: a subclass that keeps it keeps the optimum, and one that replaces it has to
-    set `replacement`.
+    That follows from `child_distribution`: a subclass that keeps it keeps the optimum, and one that overrides it has to set
+    `replacement`.
     """
     distribution = type(scheme).child_distribution
     if distribution is Hybrid.child_distribution:
@@ -104,7 +104,7 @@ def drawing_of(scheme: Scheme) -> Drawing | None:
 class Comparison:
     """Computes rows of the table from distributions at one temperature.
 
-    The seed is for acceptance that is sampled. `advance` is called with the number of positions just computed.
+    The seed is used where acceptance is sampled. `advance` is called with the number of positions just computed.
     """
 
     def __init__(
@@ -122,9 +122,9 @@ class Comparison:
         self._optima: dict[tuple[Optimum, int], Tensor] = {}
 
     def row(self, name: str, count: int) -> Row:
-        """Return the row of a scheme with a number of drafts that it can take."""
+        """Return the row of a scheme with `count` drafts, a number that `takes` allows."""
         scheme = SCHEMES.get(name)()
-        # With its own generator, a scheme's figures do not depend on which others are computed.
+        # Each row has its own generator, so its figures do not depend on which other rows are computed.
         generator = torch.Generator().manual_seed(self._seed % 2**32)
         value_R = self._over_rows(lambda one, other: acceptance(scheme, one, other, count, generator=generator).value_R)
         drawing = drawing_of(scheme)
@@ -159,7 +159,7 @@ class Comparison:
         return clustered_mean(self._optimum(drawing.published, count), self._distributions.prompt_R)
 
     def _optimum(self, optimum: Optimum, count: int) -> Tensor:
-        """Compute an optimum once for all schemes that share it."""
+        """Return an optimum, computed once for all schemes that share it."""
         if (optimum, count) not in self._optima:
             self._optima[optimum, count] = self._over_rows(lambda one, other: optimum(one, other, count))
         return self._optima[optimum, count]
@@ -198,16 +198,16 @@ def work(names: tuple[str, ...], counts: tuple[int, ...], paper_bound: bool) -> 
 
 
 def clustered_mean(values_R: Tensor, cluster_R: Tensor) -> tuple[float, float | None]:
-    """Return the mean of all values and its standard error over clusters, None for a single cluster.
+    """Return the mean of all values and its standard error over clusters, which is None for a single cluster.
 
-    The error is √(C/(C − 1) Σ_c (Σ_{i∈c} (x_i − mean))²)/R: that of a mean whose clusters differ in size, linearised.
+    The error is √(C/(C − 1) Σ_c (Σ_{i∈c} (x_i − mean))²)/R, linearised for clusters of different sizes.
     """
     parts, mean = contributions(values_R, cluster_R), float(values_R.mean())
     return mean, statistics.stdev(parts) / math.sqrt(len(parts)) if len(parts) > 1 else None
 
 
 def contributions(values_R: Tensor, cluster_R: Tensor) -> list[float]:
-    """Return mean + C/R Σ_{i∈c} (x_i − mean) of each cluster: what is linear in the values, so that differences are paired."""
+    """Return mean + C/R Σ_{i∈c} (x_i − mean) for each cluster c; linear in the values, so that differences are paired."""
     mean = float(values_R.mean())
     places = {name: place for place, name in enumerate(dict.fromkeys(cluster_R.tolist()))}
     index_R = torch.tensor([places[name] for name in cluster_R.tolist()])
@@ -216,7 +216,7 @@ def contributions(values_R: Tensor, cluster_R: Tensor) -> list[float]:
 
 
 def _own_optimum(scheme: Hybrid) -> Optimum:
-    """Return the optimum for as many certain drafts as this scheme has at each position, counted there."""
+    """Return the optimum of a hybrid scheme, which needs the number of drafts that the scheme fixes at each position."""
 
     def optimum(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int) -> Tensor:
         rows = len(draft_probs_RV)
@@ -228,7 +228,8 @@ def _own_optimum(scheme: Hybrid) -> Optimum:
             if not sure_R.any():
                 break
             certain_R += sure_R
-            # The scheme decides which of equally likely tokens are certain: raise those, which leaves the others' distribution.
+            # Of equally likely tokens the scheme decides which are fixed. Raise these, so that the formula fixes the same ones;
+            # the distribution of the others, given that they are not fixed, stays the same.
             raised_RV = raised_RV.scatter_add(1, distribution_RV.argmax(-1, keepdim=True), sure_R[:, None].double())
         return hybrid_optimum(target_probs_RV, raised_RV / raised_RV.sum(-1, keepdim=True), count, certain_R)
 

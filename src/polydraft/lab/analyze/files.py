@@ -1,4 +1,4 @@
-"""The table as files: CSV, and figures 1 and 2 of the paper, acceptance as the temperature or the number of drafts varies."""
+"""Write the table as CSV, and sweeps as charts: the paper's figures 1 and 2, acceptance by temperature or number of drafts."""
 
 import csv
 import io
@@ -15,27 +15,27 @@ _REMEDY = "free some space or choose another --out, and run again"
 
 
 class Sweep(StrEnum):
-    """What varies along a figure's axis."""
+    """What varies along the horizontal axis of a chart."""
 
     TEMPERATURE = "temperature"
     DRAFTS = "drafts"
 
     @property
     def across(self) -> str:
-        """What is written below the axis."""
+        """Title of the axis."""
         return {"temperature": "temperature T", "drafts": "drafts n"}[self]
 
     def place(self, row: Row) -> float:
-        """Position of a row on the axis."""
+        """Return a row's position on the axis."""
         return row.temperature if self is Sweep.TEMPERATURE else row.drafts
 
     def other(self, row: Row) -> str:
-        """Name of what is constant in a figure, for the file name."""
+        """Return what is constant in a row's chart, for the file name."""
         return f"drafts-{row.drafts}" if self is Sweep.TEMPERATURE else f"temperature-{row.temperature:g}"
 
 
 def write_files(rows: Sequence[Row], out: Path, sweep: Sweep | None, *, paper_bound: bool) -> list[Path]:
-    """Write the rows as CSV and, of a sweep, the figures; return what was written."""
+    """Write the rows as CSV and, for a sweep, charts; return the files written."""
     name = "table.csv" if sweep is None else f"sweep-{sweep}.csv"
     contents = {name: to_csv(rows, paper_bound=paper_bound), **({} if sweep is None else figures(sweep, rows))}
     try:
@@ -48,7 +48,7 @@ def write_files(rows: Sequence[Row], out: Path, sweep: Sweep | None, *, paper_bo
 
 
 def to_csv(rows: Sequence[Row], *, paper_bound: bool) -> str:
-    """Write one line per row, empty where there is no figure."""
+    """Return one line per row; missing figures are empty."""
     records = [row.as_dict(paper_bound=paper_bound) for row in rows]
     text = io.StringIO()
     writer = csv.DictWriter(text, fieldnames=list(records[0]) if records else ["scheme"], lineterminator="\n")
@@ -58,7 +58,7 @@ def to_csv(rows: Sequence[Row], *, paper_bound: bool) -> str:
 
 
 def figures(sweep: Sweep, rows: Sequence[Row]) -> dict[str, str]:
-    """Draw one figure for each value of what does not vary; return their contents by file name."""
+    """Draw one chart for each value of what does not vary; return their contents by file name."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(sweep.other(row), []).append(row)
@@ -71,7 +71,7 @@ def figures(sweep: Sweep, rows: Sequence[Row]) -> dict[str, str]:
 
 
 def curves(sweep: Sweep, rows: Sequence[Row]) -> list[Curve]:
-    """Return a curve for each scheme and for each optimum, those of one drawing together."""
+    """Return a curve for each scheme and each optimum, grouped by how drafts are drawn."""
     kinds: dict[str, dict[str, list[Row]]] = {}
     for row in rows:
         kinds.setdefault(row.drawing or "other", {}).setdefault(row.scheme, []).append(row)

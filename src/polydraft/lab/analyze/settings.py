@@ -1,4 +1,4 @@
-"""What to analyze, described and checked once. Nothing here imports torch before something is checked."""
+"""The settings of `analyze`, described and checked once. Importing this module does not import torch."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class AnalyzeSettings(PairOptions):
     limit: int = 32
     """Use this many prompts, spread over the categories."""
     categories: tuple[str, ...] = ()
-    """Use only prompts of these categories; all where empty."""
+    """Use only prompts of these categories; all if empty."""
     raw: bool = False
     """Use prompts as they are, without the chat template."""
     temperatures: tuple[float, ...] = (0.6, 1.0)
@@ -67,17 +67,17 @@ class AnalyzeSettings(PairOptions):
         check_draft_temperature(own)
         if own == 0:
             raise UsageError(
-                "--draft-temperature 0 is out of range; allowed: above 0; at 0 every scheme takes the draft's likeliest "
-                "tokens, which --schemes top shows"
+                "--draft-temperature 0 is out of range; allowed: above 0; at 0 every scheme drafts the likeliest tokens, as "
+                "--schemes top does"
             )
         for temperature in self.temperatures:
             if not 0 <= temperature < math.inf:
                 raise UsageError(f"--temperature {temperature:g} is out of range; allowed: above 0, such as 0.6,1.0")
             if temperature == 0 and own is None:
                 raise UsageError(
-                    "--temperature 0 leaves nothing to compare: distributions are single tokens and all schemes take the "
-                    "draft's likeliest ones; allowed: above 0, such as 0.1, or 0 with a --draft-temperature above 0; for "
-                    "greedy decoding use: polydraft bench"
+                    "--temperature 0 leaves nothing to compare: distributions are single tokens, and all schemes draft the "
+                    "likeliest ones; allowed: above 0, such as 0.1, or 0 with a --draft-temperature above 0; for greedy "
+                    "decoding use: polydraft bench"
                 )
 
     @property

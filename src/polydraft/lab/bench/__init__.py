@@ -1,6 +1,6 @@
-"""Benchmarks of methods against each other; docs/bench-results.md describes what is written."""
+"""Benchmarks that compare methods; docs/bench-results.md describes the files they write."""
 
 SCHEMA = 1
 """Version of the format of `results.json`."""
 BASELINE = "ar"
-"""The method that speed-ups and greedy texts are compared with."""
+"""The method that speed-ups are relative to, and whose greedy texts the others must match."""

@@ -1,4 +1,4 @@
-"""Our own methods: plain decoding, draft trees, n-grams alone or beside a tree, and beams."""
+"""Our own methods: plain decoding, draft trees, n-grams (alone or with a tree), and beams."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +22,7 @@ _TREES: dict[str, Callable[[str], str]] = {
     "mcsd": lambda argument: argument or "4x2x2x1x1",
     "fork": lambda argument: f"fork:{argument or '16x5'}",
 }
-"""Methods with a static tree, which a combination may have beside n-grams, and the tree that their argument means."""
+"""Methods with a static tree, which can be combined with n-grams; each turns its argument into a tree."""
 _BEAM_SHARED = ("length_penalty", "early_stopping")
 _BEAM_DRAFTS = ("width", "depth", "draft")
 _BEAM_SAMPLING = ("draws", "verification")
@@ -33,9 +33,8 @@ _BEAM_NUMBERS = {"draft_width": int, "draft_depth": int, "width_threshold": floa
 
 @METHODS.register("ar")
 def plain(spec: MethodSpec, bench: Bench) -> Method:
-    """Plain autoregressive decoding on our engine, the baseline; with ``,graphs=no`` without CUDA graphs."""
-    if spec.argument:
-        raise UsageError(f"method {spec.text!r} takes no argument; write {spec.name}")
+    """Plain autoregressive decoding on our engine, the baseline; ``,graphs=no`` turns CUDA graphs off."""
+    spec.refuse_argument()
     given = spec.read([option for option in method_options(grams=False) if option.name == "graphs"])
     return _decoded(spec, bench, LoadOptions(tree="none", **given))
 
@@ -62,23 +61,23 @@ def static_tree(spec: MethodSpec, bench: Bench) -> Method:
 
 @METHODS.register("dynamic")
 def dynamic(spec: MethodSpec, bench: Bench) -> Method:
-    """Decode with a tree that every round chooses anew: ``dynamic:64``, ``dynamic:64:6``, ``dynamic:64:6:fixed``."""
+    """Decode with a tree chosen anew in every round: ``dynamic:64``, ``dynamic:64:6``, ``dynamic:64:6:fixed``."""
     tree = f"dynamic:{spec.argument}" if spec.argument else "dynamic"
     return _decoded(spec, bench, _options(spec, bench, skip=("scheme", "lossy"), tree=tree))
 
 
 @METHODS.register("target-init")
 def target_init(spec: MethodSpec, bench: Bench) -> Method:
-    """Keep the longest of several chains behind tokens of the target, as improved-MCSD does. Lossy: ``target-init:16x5``.
+    """Start several chains with the target's best tokens and keep the longest: ``target-init:16x5``, lossy, of improved-MCSD.
 
-    With its decision models: ``,decision=hidden`` (P_T1) or ``,decision=distribution`` (P_T2).
+    Its decision models: ``,decision=hidden`` (P_T1) or ``,decision=distribution`` (P_T2).
     """
     spec.take("decision", "stop_below")
     return _decoded(spec, bench, _options(spec, bench, tree=f"fork:{spec.argument or '16x5'}", lossy="target-init"))
 
 
 def _options(spec: MethodSpec, bench: Bench, *others: str, skip: tuple[str, ...] = (), **fixed: Any) -> LoadOptions:
-    """Read the options of a method, except those that its name fixes, with those of n-grams if it has any."""
+    """Read a method's options, those of n-grams included if it uses any; its name fixes those in `fixed`."""
     values = spec.read(method_options(grams="drafter" in fixed, skip=(*skip, *fixed)), *others)
     if needs_draft(fixed.get("drafter", AUTO)):
         bench.draft_for(spec)
@@ -93,9 +92,9 @@ def _options(spec: MethodSpec, bench: Bench, *others: str, skip: tuple[str, ...]
 
 
 def _ngrams(spec: MethodSpec, bench: Bench) -> Method:
-    """Make a method of n-grams alone: ``self-draft:6x6,nodes=32``, ``lookup``, ``corpus+suffix``."""
-    if spec.argument and spec.name != "self-draft":
-        raise UsageError(f"method {spec.text!r} takes no argument; write {spec.name},nodes=20")
+    """Draft from n-grams alone: ``self-draft:6x6,nodes=32``, ``lookup``, ``corpus+suffix``."""
+    if spec.name != "self-draft":
+        spec.refuse_argument(f"{spec.name},nodes=20")
     if spec.argument:
         branches, separator, length = spec.argument.partition("x")
         if not separator:
@@ -110,7 +109,7 @@ for _name in GRAM_DRAFTERS:
 
 @METHODS.register(COMBINED)
 def combined(spec: MethodSpec, bench: Bench) -> Method:
-    """Combine n-grams and a draft's tree, whose argument it takes: ``lookup+mcsd:4x2x1``, ``self-draft+sd:3,branches=2``."""
+    """Combine n-grams with a draft's tree, which gets the argument: ``lookup+mcsd:4x2x1``, ``self-draft+sd:3,branches=2``."""
     names = spec.name.split("+")
     for name in names:
         if name not in GRAM_DRAFTERS and name not in _TREES:
@@ -118,7 +117,7 @@ def combined(spec: MethodSpec, bench: Bench) -> Method:
     trees = [name for name in names if name in _TREES]
     if not trees:
         return _ngrams(spec, bench)
-    if "+" in spec.argument:  # a second name after the first one's argument would be read as part of a tree
+    if "+" in spec.argument:  # in sd:3+lookup, the second name would be read as part of the tree
         raise UsageError(
             f"method {spec.text!r}: {spec.argument!r} is not an argument; allowed: one tree, with its argument last, as in "
             "lookup+mcsd:4x2x1"
@@ -140,8 +139,8 @@ def beam_sampling(spec: MethodSpec, bench: Bench) -> Method:
 def speculative_beam_sampling(spec: MethodSpec, bench: Bench) -> Method:
     """Beam sampling with drafts: ``dsbd:4,width=8,depth=3``, with ``,threshold=0.7,min=1`` for dynamic widths, ``,one=cache``.
 
-    With ``,draft=twins`` it does without a draft model; with ``,draft=model`` the model alone drafts, as in the paper.
-    Layers of the paper's ``iid`` beams unless ``,draws=`` or ``,verification=`` say otherwise.
+    ``,draft=twins`` needs no draft model; ``,draft=model`` drafts from the model alone, as in the paper. By default beams are
+    ``iid`` and verified by layers, also as in the paper; ``,draws=`` and ``,verification=`` change that.
     """
     spec.take("threshold", "min", "one", *_BEAM_DRAFTS, *_BEAM_SAMPLING, *_BEAM_SHARED)
     return _beams(spec, bench, "sample", with_draft=True)
@@ -149,9 +148,9 @@ def speculative_beam_sampling(spec: MethodSpec, bench: Bench) -> Method:
 
 @METHODS.register("beam-search")
 def beam_search(spec: MethodSpec, bench: Bench) -> Method:
-    """Deterministic beam search: ``beam-search:4``; with drafts ``beam-search:4,width=8,depth=3``, the same text.
+    """Deterministic beam search: ``beam-search:4``; with drafts ``beam-search:4,width=8,depth=3``, which gives the same text.
 
-    With ``,draft=twins`` drafts need no draft model; with ``,draft=model`` they come from the model alone.
+    ``,draft=twins`` needs no draft model; ``,draft=model`` drafts from the model alone.
     """
     spec.take(*_BEAM_DRAFTS, *_BEAM_SHARED)
     return _beams(spec, bench, "search", with_draft=bool({*_BEAM_DRAFTS} & {*spec.options}))
@@ -165,14 +164,14 @@ def _beams(spec: MethodSpec, bench: Bench, mode: str, *, with_draft: bool) -> Me
         drafter = make_drafter(Parts(target=bench.target.model, draft=bench.draft_for(spec), topology=parse_tree("1")))
     decoder = BeamDecoder(Decoder(bench.target.model, drafter, eos_token_ids=bench.target.eos_token_ids))
     options = {"mode": mode, "beams": spec.count(default=4), **_beam_options(spec, mode, with_draft)}
-    BeamOptions(**options)  # refuses wrong options before there is a prompt
+    BeamOptions(**options)  # refuses wrong options before anything is measured
     if mode == "sample":
         options["sampling"] = bench.params
     return _streamed(spec, bench, decoder.stream, comparable=False, **options)
 
 
 def _beam_options(spec: MethodSpec, mode: str, with_draft: bool) -> dict[str, Any]:
-    """Read the options behind a method's name as `BeamOptions`."""
+    """Return a method's options as fields of `BeamOptions`."""
     found: dict[str, Any] = {"draws": "iid"} if mode == "sample" and with_draft else {}
     for key, text in spec.options.items():
         name = _BEAM_NAMES.get(key, key)
@@ -194,7 +193,7 @@ def _beam_options(spec: MethodSpec, mode: str, with_draft: bool) -> dict[str, An
 
 
 def _decoded(spec: MethodSpec, bench: Bench, options: LoadOptions, target: LanguageModel | None = None) -> Method:
-    """Decode with these options, on the benchmark's target or another one."""
+    """Make a method that decodes with these options, on the benchmark's target unless another is given."""
     with spec.named_in_errors():
         decoder = make_decoder(options, bench.target, bench.draft if needs_draft(options.drafter) else None)
     topology = options.shape[1]
@@ -203,14 +202,14 @@ def _decoded(spec: MethodSpec, bench: Bench, options: LoadOptions, target: Langu
 
 
 def _measured(spec: MethodSpec, bench: Bench, decoder: Decoder, parents: tuple[int, ...] | None = None) -> Method:
-    """Make a method of a decoder, for one text or several."""
-    decoder = decoder.replace(tokenizer=None)  # only tokens are measured: no time is spent on text
+    """Make a method of a decoder, for one text or several at a time."""
+    decoder = decoder.replace(tokenizer=None)  # only tokens are measured, so no time goes into text
     method = _streamed(spec, bench, decoder.stream, parents, comparable=decoder.lossless, sampling=bench.params)
     longest = bench.longest_prompt + bench.max_new_tokens
 
     def generate_batch(prompts: list[list[int]], seed: int) -> tuple[list[list[Token]], list[Stats]]:
-        # A separate decoder, because a GPU's decoder keeps its caches, which are as large as the batch. Rows have their own
-        # random numbers: with equal seeds each text is the same as alone.
+        # Use a separate decoder: on a GPU a decoder keeps its caches, and these are as large as the batch. All rows get the
+        # same seed, so each text is the same as when it is generated alone.
         seeds = [seed] * len(prompts)
         stream = decoder.replace().stream(prompts, max_new_tokens=bench.max_new_tokens, seed=seeds, sampling=bench.params)
         texts: list[list[Token]] = [[] for _ in prompts]
@@ -235,7 +234,7 @@ def _streamed(
     comparable: bool = True,
     **options: Any,
 ) -> Method:
-    """Make a method of a decoder's `stream`."""
+    """Make a method of the `stream` function of a decoder."""
 
     def generate(prompt: list[int], seed: int) -> Tokens:
         stream = start(prompt, max_new_tokens=bench.max_new_tokens, seed=seed, **options)

@@ -1,4 +1,4 @@
-"""Peers to compare with: Hugging Face `generate` in several modes, and llama.cpp."""
+"""Peers to compare with: several modes of Hugging Face `generate`, and llama.cpp."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ _BACKEND = "inductor"
 _WITHOUT_COMPILER = ("No working C++ compiler found", "Failed to find C compiler")
 """What torch and Triton say if there is no compiler."""
 _COMPILED_TOKENS = 3
-"""One from the prompt, which is not compiled, and two from compiled passes."""
+"""Generated to compile: one after the prompt, whose pass is not compiled, and two from compiled passes."""
 _PLAIN_DISTRIBUTION = {
     "top_k": 0,
     "top_p": 1.0,
@@ -31,7 +31,7 @@ _PLAIN_DISTRIBUTION = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
 }
-"""All switched off, because the package's defaults truncate."""
+"""Turns all truncation and penalties off: llama-cpp-python's defaults truncate."""
 
 
 @METHODS.register("hf")
@@ -71,7 +71,7 @@ def lookup(spec: MethodSpec, bench: Bench) -> Method:
 
 @METHODS.register("hf-beam")
 def hugging_face_beam(spec: MethodSpec, bench: Bench) -> Method:
-    """Beams of Hugging Face `generate`: ``hf-beam:4``; search at temperature 0, sampling above."""
+    """Beams of Hugging Face `generate`: ``hf-beam:4``; beam search at temperature 0, beam sampling above."""
     return _hugging_face_beams(spec, bench)
 
 
@@ -91,14 +91,14 @@ def _hugging_face_beams(spec: MethodSpec, bench: Bench, **override: Any) -> Meth
 def _hugging_face(
     spec: MethodSpec, bench: Bench, options: Callable[[], dict[str, Any]], *, one_token_per_pass: bool = False
 ) -> Method:
-    """Make a method of `generate`; `options` returns further arguments for each text, which replace those of sampling.
+    """Make a method of `generate`; `options` returns further arguments for each text, which override those for sampling.
 
-    `generate` does not say how many passes it took, so `one_token_per_pass` does.
+    `generate` does not report its passes; `one_token_per_pass` says that each token took one.
     """
     params = bench.params
     settings: dict[str, Any] = {"do_sample": False}
     if params.temperature > 0:
-        # top_k=0: `generate` would otherwise keep 50 tokens by default and sample from another distribution than we do.
+        # Always pass top_k: by default `generate` keeps only 50 tokens, and would sample from another distribution than ours.
         settings = {"do_sample": True, "temperature": params.temperature, "top_k": params.top_k, "top_p": params.top_p}
 
     def generate(prompt: list[int], seed: int) -> Tokens:
@@ -120,7 +120,7 @@ def compiled(spec: MethodSpec, bench: Bench) -> Method:
 
     def generate(prompt: list[int], seed: int) -> Tokens:
         nonlocal ready
-        if not ready:  # the first call is the warm-up's
+        if not ready:  # the first call is the warm-up
             _compile(prompt, bench)
             ready = True
         return (yield from peer.generate(prompt, seed))
@@ -139,7 +139,7 @@ def _compiled_options(bench: Bench) -> dict[str, Any]:
 
 
 def _compile(prompt: list[int], bench: Bench) -> None:
-    """Compile for the longest text of all: transformers never shrinks a static cache, so no later text compiles again."""
+    """Compile for the longest of all texts; transformers never shrinks a static cache, so later texts do not compile again."""
     model, length = bench.target.model.hf_model, bench.longest_prompt + bench.max_new_tokens
     text = (prompt * (length // len(prompt) + 1))[: max(1, length - _COMPILED_TOKENS)]
     try:
@@ -152,13 +152,12 @@ def _compile(prompt: list[int], bench: Bench) -> None:
 
 @METHODS.register("llama.cpp")
 def llama_cpp(spec: MethodSpec, bench: Bench) -> Method:
-    """llama.cpp on the target's GGUF file as it is, or on the bundled model's: another distribution, so texts differ.
+    """llama.cpp on the target's own GGUF file. Its arithmetic on quantized weights differs from ours, and so do its texts.
 
-    ``llama.cpp,lib=PATH`` or the environment variable `POLYDRAFT_LLAMA_CPP` names a build; without, it is `llama-cpp-python`'s.
+    ``llama.cpp,lib=PATH`` or the environment variable `POLYDRAFT_LLAMA_CPP` names a build; the default is llama-cpp-python's.
     """
     place = spec.take("lib").get("lib") or os.environ.get(VARIABLE, "")
-    if spec.argument:
-        raise UsageError(f"method {spec.text!r} takes no argument; write {spec.name} or {spec.name},lib=PATH")
+    spec.refuse_argument(f"{spec.name} or {spec.name},lib=PATH")
     weights = _gguf(spec, bench)
     if place:
         with spec.named_in_errors():
@@ -168,21 +167,21 @@ def llama_cpp(spec: MethodSpec, bench: Bench) -> Method:
         str(weights),
         n_ctx=bench.longest_prompt + bench.max_new_tokens,
         n_threads=threads,
-        n_threads_batch=threads,  # for prompts too, for which it would take every core
+        n_threads_batch=threads,  # for prompts; its default is every core
         verbose=False,
     )
 
     def tokens(prompt: list[int], seed: int) -> Iterator[int]:
-        engine.reset()  # or it would keep the prefix that prompts share
+        engine.reset()  # otherwise it would reuse the prefix that prompts share
         engine.set_seed(seed % SEEDS)
-        yield from engine.generate(prompt, temp=bench.params.temperature, **_PLAIN_DISTRIBUTION)  # temp=0 is its greedy sampler
+        yield from engine.generate(prompt, temp=bench.params.temperature, **_PLAIN_DISTRIBUTION)  # temp=0 decodes greedily
 
     return _one_by_one(spec, bench, tokens)
 
 
 @METHODS.register("xllamacpp")
 def xllamacpp(spec: MethodSpec, bench: Bench) -> Method:
-    """llama.cpp as the wheel `xllamacpp` brings it, compiled for any CPU; on the same weights as the method llama.cpp."""
+    """llama.cpp from the wheel `xllamacpp`, compiled for CPUs in general; on the same weights as the method llama.cpp."""
     spec.take_nothing()
     weights = _gguf(spec, bench)
     with spec.named_in_errors():
@@ -206,7 +205,7 @@ def _library(spec: MethodSpec, bench: Bench, file: Path, weights: Path) -> Metho
 
 
 def _one_by_one(spec: MethodSpec, bench: Bench, endless: Callable[[list[int], int], Iterator[int]]) -> Method:
-    """Make a method of an engine with its own weights, which yields tokens endlessly, one per pass."""
+    """Make a method of a function that yields tokens endlessly, one per pass of an engine with its own weights."""
     eos = set(bench.target.eos_token_ids)
 
     def generate(prompt: list[int], seed: int) -> Tokens:

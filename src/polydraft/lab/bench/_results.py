@@ -1,4 +1,4 @@
-"""From measurements to `results.json` (docs/bench-results.md)."""
+"""Summarise measurements as `results.json` (docs/bench-results.md)."""
 
 import json
 import statistics
@@ -44,7 +44,7 @@ def summarise(
 
 
 def _energy(blocks: Sequence[EnergyBlock]) -> dict[str, float | None]:
-    """Return joules per token over all blocks, with the lowest and the highest of a block."""
+    """Return joules per token over all blocks, with the lowest and highest block."""
     each = [block.joules / block.tokens for block in blocks if block.tokens]
     if not each:
         return _bounded("joules_per_token")
@@ -53,7 +53,7 @@ def _energy(blocks: Sequence[EnergyBlock]) -> dict[str, float | None]:
 
 
 def _likelihoods(measurements: Sequence[Measurement], prompts: Sequence[str]) -> list[float | None]:
-    """Return the target's mean log-likelihood per token of the texts after each prompt, for differences between methods."""
+    """Return the target's mean log-likelihood per token for each prompt, so that methods can be compared prompt by prompt."""
     sums: dict[str, tuple[float, int]] = {}
     for one in measurements:
         if one.log_likelihood is not None and not one.error:
@@ -70,7 +70,7 @@ def write_results(results: dict[str, Any], folder: Path) -> None:
 
 
 class _Prompt:
-    """All repeats of one prompt with one method."""
+    """All repeats of one prompt with one method: their mean number of tokens, and the median time for that many."""
 
     def __init__(self, repeats: list[Measurement]) -> None:
         self.category = repeats[0].category
@@ -136,12 +136,12 @@ def _count(found: list[str] | None, kind: str) -> int | None:
 
 
 def _bounded(name: str, value: object = None, low: object = None, high: object = None) -> dict[str, Any]:
-    """Return a figure with the ends of its 95 % interval, in the three fields of `results.json`."""
+    """Return a figure and the ends of its 95 % interval as the three fields of `results.json`."""
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 
 def _ratio(name: str, counts: Iterable[tuple[str, float | None, float]]) -> dict[str, Any]:
-    """Return a ratio of two sums over prompts and its 95 % interval, resampling prompts; numerators may be None."""
+    """Return a ratio of two sums with its 95 % interval, by a bootstrap over prompts; skip numerators that are None."""
     known = [(prompt, (above, below)) for prompt, above, below in counts if above is not None]
     (bounded,) = _ratios(known, 1) if known else [None]
     return _bounded(name) if bounded is None else _bounded(name, *bounded)
@@ -150,9 +150,10 @@ def _ratio(name: str, counts: Iterable[tuple[str, float | None, float]]) -> dict
 def _ratios(
     counts: Sequence[tuple[str, Sequence[float]]], number: int
 ) -> list[tuple[float, float | None, float | None] | None]:
-    """Return ratios with their 95 % intervals, resampling prompts: first all numerators, then all denominators.
+    """Return `number` ratios with their 95 % intervals, by a bootstrap over prompts.
 
-    A ratio whose denominators are all 0 is None. Few prompts have no interval.
+    `counts` has a row per text: its prompt, then all numerators and all denominators. A ratio whose denominators are all 0 is
+    None. With fewer than `LEAST_PROMPTS` prompts there is no interval.
     """
     sums: dict[str, NDArray[Any]] = {}
     for prompt, row in counts:
@@ -163,14 +164,14 @@ def _ratios(
         if not below_X[0]:
             found.append(None)
             continue
-        some_X = below_X > 0  # a resample may leave out the few prompts that count here
+        some_X = below_X > 0  # a resample may miss the few prompts with a denominator above 0
         value, low, high = interval_of(above_X[some_X] / below_X[some_X])
         found.append((value, low, high) if len(sums) >= LEAST_PROMPTS else (value, None, None))
     return found
 
 
 def _speed(prompts: dict[str, _Prompt], baseline: dict[str, _Prompt]) -> dict[str, float | None]:
-    """Return tokens per second and the speed-up over the baseline, with 95 % intervals; few prompts have none."""
+    """Return tokens per second and the speed-up over the baseline, with 95 % intervals if there are enough prompts."""
     rate = _ratio("tokens_per_second", ((key, one.tokens, one.seconds) for key, one in prompts.items()))
     shared = sorted(prompts.keys() & baseline.keys())
     if not shared:
@@ -184,24 +185,24 @@ def _speed(prompts: dict[str, _Prompt], baseline: dict[str, _Prompt]) -> dict[st
 
 
 def _acceptance(good: list[Measurement]) -> dict[str, Any]:
-    """Return tokens per pass and both kinds of α; `accepted_share` is relative to the longest drafted paths."""
+    """Return tokens per pass and acceptance rates; `accepted_share` is relative to the longest drafted paths."""
     passes = [(one.prompt, len(one.token_ids), max(one.passes) + 1) for one in good if one.passes]
-    told = [(one.prompt, one.stats) for one in good if one.stats]
+    known = [(one.prompt, one.stats) for one in good if one.stats]
     return {
         **_ratio("tokens_per_pass", passes),
-        **_ratio("acceptance_rate", ((prompt, sum(one["accepts"]), sum(one["offers"])) for prompt, one in told)),
-        **_ratio("accepted_per_pass", ((prompt, one.get("accepted_tokens"), one["rounds"]) for prompt, one in told)),
-        **_ratio("accepted_share", ((prompt, one.get("accepted_tokens"), one.get("path_tokens", 0)) for prompt, one in told)),
+        **_ratio("acceptance_rate", ((prompt, sum(one["accepts"]), sum(one["offers"])) for prompt, one in known)),
+        **_ratio("accepted_per_pass", ((prompt, one.get("accepted_tokens"), one["rounds"]) for prompt, one in known)),
+        **_ratio("accepted_share", ((prompt, one.get("accepted_tokens"), one.get("path_tokens", 0)) for prompt, one in known)),
     }
 
 
 def _by_depth(good: list[Measurement]) -> dict[str, Any]:
     """Return α at each depth."""
-    name, told = "acceptance_by_depth", [(one.prompt, one.stats) for one in good if one.stats]
-    depths = max((len(one["offers"]) for _, one in told), default=0)
+    name, known = "acceptance_by_depth", [(one.prompt, one.stats) for one in good if one.stats]
+    depths = max((len(one["offers"]) for _, one in known), default=0)
     if not depths:
         return _bounded(name, [], [], [])
-    counts = [(prompt, [*_padded(one["accepts"], depths), *_padded(one["offers"], depths)]) for prompt, one in told]
+    counts = [(prompt, [*_padded(one["accepts"], depths), *_padded(one["offers"], depths)]) for prompt, one in known]
     return _bounded(name, *map(list, zip(*(one for one in _ratios(counts, depths) if one), strict=True)))
 
 
@@ -210,21 +211,21 @@ def _padded(counts: Sequence[int], length: int) -> list[int]:
 
 
 def _winners(good: list[Measurement]) -> list[dict[str, Any]]:
-    """Return for each child of the root how often its path was accepted, and the mean accepted length then."""
-    told = [(one.prompt, one.stats.get("wins", []), one.stats.get("win_tokens", [])) for one in good if one.stats]
-    number = max((len(wins) for _, wins, _ in told), default=0)
+    """Return for each child of the root how often its branch won, and the mean accepted length when it did."""
+    known = [(one.prompt, one.stats.get("wins", []), one.stats.get("win_tokens", [])) for one in good if one.stats]
+    number = max((len(wins) for _, wins, _ in known), default=0)
     if not number:
         return []
-    shares = _ratios([(prompt, [*_padded(wins, number), *[sum(wins)] * number]) for prompt, wins, _ in told], number)
-    lengths = _ratios([(prompt, [*_padded(tokens, number), *_padded(wins, number)]) for prompt, wins, tokens in told], number)
+    shares = _ratios([(prompt, [*_padded(wins, number), *[sum(wins)] * number]) for prompt, wins, _ in known], number)
+    lengths = _ratios([(prompt, [*_padded(tokens, number), *_padded(wins, number)]) for prompt, wins, tokens in known], number)
     pairs = zip(shares, lengths, strict=True)
     return [_bounded("share", *(share or ())) | _bounded("accepted", *(length or (0.0,))) for share, length in pairs]
 
 
 def _replayed(good: list[Measurement]) -> float | None:
-    """Return the share of rounds that were replayed from captures; compare speeds only where these shares are alike."""
-    told = [one.stats for one in good if one.stats and one.stats.get("rounds")]
-    return sum(one.get("replayed_rounds", 0) for one in told) / sum(one["rounds"] for one in told) if told else None
+    """Return the share of rounds replayed from captures; compare speeds only between runs with similar shares."""
+    known = [one.stats for one in good if one.stats and one.stats.get("rounds")]
+    return sum(one.get("replayed_rounds", 0) for one in known) / sum(one["rounds"] for one in known) if known else None
 
 
 def _block_lengths(good: list[Measurement]) -> dict[str, int]:

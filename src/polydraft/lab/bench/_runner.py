@@ -1,4 +1,4 @@
-"""Measure methods against each other, interleaved prompt by prompt in one process, and keep the measurements."""
+"""Run methods in turns, prompt by prompt in one process, and record each measurement on disk at once."""
 
 import itertools
 import json
@@ -19,14 +19,14 @@ from polydraft.prompts import Prompt
 
 _WARM_UP_TOKENS = 8
 _WARM_UPS_OF_GPUS = 2
-"""Whole texts: a kind of round is captured when it occurs for the second time."""
+"""Whole texts, because a round is captured the second time its kind occurs."""
 _BLOCKS = 3
-"""Readings of a method's energy; their spread shows which differences matter."""
+"""Energy readings per method; their spread shows which differences matter."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """What one method did with one prompt, once."""
+    """The result of running one method on one prompt, once."""
 
     method: str
     prompt: str
@@ -39,24 +39,24 @@ class Measurement:
     passes: list[int] | None
     """Target pass of each token; None where unknown."""
     stats: dict[str, Any] | None
-    """The engine's own figures, where it has some."""
+    """The engine's own figures; None for peers."""
     first_token_seconds: float | None = None
     peak_bytes: int | None = None
     error: str | None = None
     log_likelihood: float | None = None
-    """The target's log-probability of the text, if it was computed."""
+    """The target's log-probability of the text, if asked for."""
     exact_match: bool | None = None
-    """Whether the text is the prompt's answer, where it has one."""
+    """Whether the text is the prompt's answer; None if the prompt has none."""
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Method, prompt and repeat, which identify it."""
+        """Method, prompt and repeat: unique in a benchmark."""
         return self.method, self.prompt, self.repeat
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyBlock:
-    """The energy of one method over some seconds; energy counters are too coarse for single texts."""
+    """The energy that one method used over some seconds; counters are too coarse for single texts."""
 
     method: str
     block: int
@@ -74,7 +74,7 @@ def read_measurements(path: Path) -> Iterator[Measurement]:
 
 
 def _records(path: Path, kind: type[Record]) -> Iterator[Record]:
-    """Read a file of JSON lines, without lines that a kill cut off and fields that no longer exist."""
+    """Read a file of JSON lines; skip lines that a kill cut off, and fields that no longer exist."""
     known = kind.__dataclass_fields__
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
@@ -84,9 +84,9 @@ def _records(path: Path, kind: type[Record]) -> Iterator[Record]:
 
 
 class Journal:
-    """Measurements on disk, one JSON line each, written at once, so that a killed run leaves whole lines.
+    """Measurements on disk, one JSON line each, written as they are made, so that a killed run can be resumed.
 
-    To resume, the settings must be the same; otherwise a folder that holds a benchmark is refused.
+    A folder that already holds a benchmark is refused, unless the run resumes it with the same settings.
     """
 
     def __init__(self, folder: Path, settings: dict[str, Any], resume: bool) -> None:
@@ -94,21 +94,21 @@ class Journal:
         try:
             check_folder(folder, resume=resume)
             folder.mkdir(parents=True, exist_ok=True)
-            # More methods or repeats may be added; anything else would mix what cannot be compared.
+            # A resumed run may add methods or repeats; other changes would make the measurements incomparable.
             keep_settings(folder / "settings.json", settings, folder, resume=resume, free={"methods", "repeat"})
             self._path.touch()
             for path in (self._path, self._energy_path):
                 if path.exists() and (written := path.read_bytes()) and not written.endswith(b"\n"):
-                    _append(path, "\n")  # a kill cut the last line off: begin a new one
+                    _append(path, "\n")  # a kill cut the last line off
         except OSError as error:
             raise cannot_write(folder, error) from None
 
     def __iter__(self) -> Iterator[Measurement]:
-        """Read what is there."""
+        """Read the measurements made so far."""
         return read_measurements(self._path)
 
     def blocks(self) -> list[EnergyBlock]:
-        """Read what is there of energy."""
+        """Read the energy blocks measured so far."""
         return list(_records(self._energy_path, EnergyBlock)) if self._energy_path.exists() else []
 
     def add(self, record: Measurement | EnergyBlock) -> None:
@@ -126,11 +126,11 @@ def _append(path: Path, text: str) -> None:
 
 
 class Runner:
-    """Runs every method on every prompt, `repeat` times, and writes each measurement at once.
+    """Runs every method on every prompt, `repeat` times.
 
-    For each prompt the methods run one after the other, starting with another one each time, so that a slow minute of a shared
-    machine affects all alike. With a batch above 1, methods that can decode several texts at a time do so, one method after the
-    other: that is for counting acceptance, not for timing.
+    Methods take turns on each prompt, and the one that starts rotates, so that a slow minute of a shared machine hits all of
+    them alike. With a batch above 1, methods run one after the other and decode several texts at a time where they can: that
+    counts acceptance, but its timings mean little.
     """
 
     def __init__(
@@ -141,78 +141,77 @@ class Runner:
         repeat: int,
         seed: int,
         device: torch.device,
-        batch: int = 1,
-        energy_seconds: float = 0.0,
-        energy: EnergyMeter | None = None,
-        likelihood: Callable[[list[int], list[int]], float] | None = None,
-        grade: Callable[[Prompt, list[int]], bool | None] = lambda prompt, tokens: None,
+        batch: int,
+        energy_seconds: float,
+        likelihood: Callable[[list[int], list[int]], float] | None,
+        grade: Callable[[Prompt, list[int]], bool | None],
     ) -> None:
         self.methods, self.prompts, self.repeat, self.seed = list(methods), list(prompts), repeat, seed
-        self._batch = batch
-        self._device = device
+        self._device, self._batch, self._energy_seconds = device, batch, energy_seconds
         self._likelihood, self._grade = likelihood, grade
-        self._memory = MemoryMeter(device)
-        self._energy, self._energy_seconds = energy, energy_seconds
+        self._memory, self._energy = MemoryMeter(device), EnergyMeter(device)
+        self._warm: set[str] = set()
+        """Methods that are warmed up."""
+        self._failed: set[str] = set()
+        """Methods that raised an error; they are not run again."""
 
     @property
     def total(self) -> int:
-        """Measurements of a complete run."""
+        """Number of measurements in a complete run."""
         return len(self.methods) * len(self.prompts) * self.repeat
 
     def run(self, journal: Journal, progress: Callable[[Measurement | None], None]) -> None:
-        """Measure what the journal does not hold yet; call `progress` with every measurement, or None for one that is there."""
-        done = {measurement.key: measurement for measurement in journal}
-        failed = {measurement.method for measurement in done.values() if measurement.error}
-        warm: set[str] = set()
+        """Make the measurements missing from the journal; call `progress` with each, and with None for each skipped one."""
+        measurements = list(journal)
+        done = {measurement.key for measurement in measurements}
+        self._failed = {measurement.method for measurement in measurements if measurement.error}
         if self._batch > 1:
-            self._run_batches(journal, progress, done.keys(), failed)
+            self._run_batches(journal, progress, done)
             return
         for repeat, index, method in self._schedule():
             prompt, token_ids = self.prompts[index]
-            if (method.name, prompt.id, repeat) in done or method.name in failed:
+            if (method.name, prompt.id, repeat) in done or method.name in self._failed:
                 progress(None)
                 continue
-            if method.name not in warm:
-                self._warm_up(method, token_ids)
-                warm.add(method.name)
+            self._warm_up(method, token_ids)
             measurement = self._measure(method, prompt, token_ids, repeat)
-            journal.add(measurement)
-            if measurement.error:
-                failed.add(method.name)
+            self._add(journal, measurement)
             progress(measurement)
-        self._measure_energy(journal, failed, warm)
+        self._measure_energy(journal)
 
-    def _measure_energy(self, journal: Journal, failed: set[str], warm: set[str]) -> None:
-        """Read the energy of every method over blocks of some seconds, in turns."""
-        meter = self._energy
-        if meter is None or not self._energy_seconds or meter.joules() is None:
+    def _add(self, journal: Journal, measurement: Measurement) -> None:
+        journal.add(measurement)
+        if measurement.error:
+            self._failed.add(measurement.method)
+
+    def _measure_energy(self, journal: Journal) -> None:
+        """Read the energy of every method over blocks of some seconds; methods take turns."""
+        if not self._energy_seconds or self._energy.joules() is None:
             return
         done = {(one.method, one.block) for one in journal.blocks()}
         for block, method in itertools.product(range(_BLOCKS), self.methods):
-            if (method.name, block) in done or method.name in failed:
+            if (method.name, block) in done or method.name in self._failed:
                 continue
-            if method.name not in warm:
-                self._warm_up(method, self.prompts[0][1])
-                warm.add(method.name)
+            self._warm_up(method, self.prompts[0][1])
             try:
-                journal.add(self._energy_block(method, block, meter))
+                journal.add(self._energy_block(method, block))
             except PolydraftError:
                 raise
-            except Exception:  # of a peer; what was measured of its texts stands
-                failed.add(method.name)
+            except Exception:  # a peer failed; its texts' measurements stand
+                self._failed.add(method.name)
 
-    def _energy_block(self, method: Method, block: int, meter: EnergyMeter) -> EnergyBlock:
-        """Decode all prompts repeatedly until enough time has passed."""
-        before, start, tokens = meter.joules(), synchronised_clock(self._device), 0
+    def _energy_block(self, method: Method, block: int) -> EnergyBlock:
+        """Decode all prompts over and over until enough time has passed."""
+        before, start, tokens = self._energy.joules(), synchronised_clock(self._device), 0
         for number in itertools.count():
             _, token_ids = self.prompts[number % len(self.prompts)]
             tokens += sum(1 for _ in method.generate(token_ids, self.seed + block))
             seconds = synchronised_clock(self._device) - start
-            # Whole rounds of the prompts: every method and block then decodes the same ones.
+            # Only stop after the last prompt, so that every method and block decodes the same ones.
             if seconds >= self._energy_seconds and (number + 1) % len(self.prompts) == 0:
                 break
-        after = meter.joules()
-        assert before is not None and after is not None, "the counter could be read before"
+        after = self._energy.joules()
+        assert before is not None and after is not None, "the caller has read this counter"
         return EnergyBlock(method=method.name, block=block, tokens=tokens, seconds=seconds, joules=after - before)
 
     def _run_batches(
@@ -220,7 +219,6 @@ class Runner:
         journal: Journal,
         progress: Callable[[Measurement | None], None],
         done: Collection[tuple[str, str, int]],
-        failed: set[str],
     ) -> None:
         for repeat, method in itertools.product(range(self.repeat), self.methods):
             missing = [pair for pair in self.prompts if (method.name, pair[0].id, repeat) not in done]
@@ -228,20 +226,18 @@ class Runner:
                 progress(None)
             size = self._batch if method.generate_batch is not None else 1
             for pairs in (missing[start : start + size] for start in range(0, len(missing), size)):
-                found = [] if method.name in failed else self._measure_batch(method, pairs, repeat)
+                found = [] if method.name in self._failed else self._measure_batch(method, pairs, repeat)
                 for measurement in found:
-                    journal.add(measurement)
-                    if measurement.error:
-                        failed.add(method.name)
-                for number in range(len(pairs)):
-                    progress(found[number] if number < len(found) else None)
+                    self._add(journal, measurement)
+                for _, result in itertools.zip_longest(pairs, found):
+                    progress(result)
 
     def _measure_batch(self, method: Method, pairs: Sequence[tuple[Prompt, list[int]]], repeat: int) -> list[Measurement]:
-        """Decode some prompts at a time; the first measurement holds the time of all."""
+        """Decode some prompts at a time; a failure yields one measurement."""
         if method.generate_batch is None:
             return [self._measure(method, *pair, repeat) for pair in pairs]
         start = synchronised_clock(self._device)
-        texts: list[list[Token]] = []
+        texts: list[list[Token]] = [[]]
         stats: Sequence[Stats | None] = [None]
         error: str | None = None
         try:
@@ -249,18 +245,8 @@ class Runner:
         except Exception as problem:  # as for single texts
             error = _one_line(problem)
         seconds = (synchronised_clock(self._device) - start) / len(pairs)
-        if error is not None:
-            texts = [[]]
         return [
-            self._measurement(
-                method,
-                pair,
-                tokens,
-                repeat=repeat,
-                seconds=seconds,
-                stats=_figures(counted) if counted is not None else None,
-                error=error,
-            )
+            self._measurement(method, pair, tokens, repeat=repeat, seconds=seconds, stats=counted, error=error)
             for pair, tokens, counted in zip(pairs, texts, stats, strict=error is None)
         ]
 
@@ -272,7 +258,10 @@ class Runner:
                     yield repeat, index, method
 
     def _warm_up(self, method: Method, token_ids: list[int]) -> None:
-        """Let a method load, compile and allocate before it is timed; a failure shows in its first measurement."""
+        """Let a method load, compile and allocate before its first timing; failures show in that first measurement."""
+        if method.name in self._warm:
+            return
+        self._warm.add(method.name)
         on_gpu = captures(self._device)
         try:
             if method.warm_up is not None and on_gpu:
@@ -281,7 +270,7 @@ class Runner:
                 for count, _ in enumerate(method.generate(token_ids, self.seed), start=1):
                     if count >= _WARM_UP_TOKENS and not on_gpu:
                         break
-        except Exception:  # of whatever kind, as in a measurement
+        except Exception:  # of any kind, as in a measurement
             return
 
     def _measure(self, method: Method, prompt: Prompt, token_ids: list[int], repeat: int) -> Measurement:
@@ -292,7 +281,7 @@ class Runner:
         self._memory.start()
         start = synchronised_clock(self._device)
         try:
-            # The same seed in every arm; repeats differ.
+            # Every method gets the same seed; repeats differ.
             stream = method.generate(token_ids, self.seed + repeat)
             while True:
                 try:
@@ -302,7 +291,7 @@ class Runner:
                     break
                 if first is None:
                     first = synchronised_clock(self._device) - start
-        except Exception as problem:  # any failure of a peer is a result, and the other arms continue
+        except Exception as problem:  # any failure of a peer is a result; the other methods continue
             error = _one_line(problem)
         seconds = synchronised_clock(self._device) - start
         return self._measurement(
@@ -312,15 +301,22 @@ class Runner:
             repeat=repeat,
             seconds=seconds,
             first_token_seconds=first if stats is not None else None,
-            stats=_figures(stats) if stats else None,
+            stats=stats,
             peak_bytes=self._memory.peak(),
             error=error,
         )
 
     def _measurement(
-        self, method: Method, pair: tuple[Prompt, list[int]], tokens: Sequence[Token], *, error: str | None, **figures: Any
+        self,
+        method: Method,
+        pair: tuple[Prompt, list[int]],
+        tokens: Sequence[Token],
+        *,
+        stats: Stats | None,
+        error: str | None,
+        **figures: Any,
     ) -> Measurement:
-        """Return the measurement of one text, scored by the target if the runner has a likelihood."""
+        """Return the measurement of one text, with its likelihood and grade if the runner computes them."""
         prompt, prompt_ids = pair
         token_ids = [token.token_id for token in tokens]
         passes = [token.target_pass for token in tokens if token.target_pass is not None]
@@ -331,6 +327,7 @@ class Runner:
             token_ids=token_ids,
             sources=[token.source for token in tokens],
             passes=passes if tokens and len(passes) == len(tokens) else None,
+            stats=_figures(stats) if stats is not None else None,
             error=error,
             log_likelihood=self._likelihood(prompt_ids, token_ids) if self._likelihood and tokens and error is None else None,
             exact_match=self._grade(prompt, token_ids) if error is None else None,
@@ -339,7 +336,7 @@ class Runner:
 
 
 def _figures(stats: Stats) -> dict[str, Any]:
-    """Return the engine's figures, with the counts that summaries over many texts add up."""
+    """Return the engine's figures, with the counts that summaries add up over many texts."""
     return stats.as_dict() | {
         "offers": stats.offers_by_depth,
         "accepts": stats.accepts_by_depth,
@@ -351,6 +348,6 @@ def _figures(stats: Stats) -> dict[str, Any]:
 
 
 def _one_line(problem: Exception) -> str:
-    said = " ".join(str(problem).split())
-    # Our own messages are complete; others often mean little without their type.
-    return said if isinstance(problem, PolydraftError) else f"{type(problem).__name__}: {said}"[:400]
+    message = " ".join(str(problem).split())
+    # Our own messages are complete; other exceptions often mean little without their type.
+    return message if isinstance(problem, PolydraftError) else f"{type(problem).__name__}: {message}"[:400]

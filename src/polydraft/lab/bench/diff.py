@@ -1,4 +1,4 @@
-"""What changed between two benchmarks, and what noise can explain."""
+"""Compare two benchmarks: what changed beyond noise."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,17 +12,17 @@ from polydraft.lab.bench import BASELINE, SCHEMA
 from polydraft.lab.bench.report.values import finite, interval
 
 TOKENS_PER_PASS_SHARE = 0.02
-"""Relative change of tokens per pass that counts over all prompts."""
+"""Smaller relative changes of tokens per pass are noise, over all prompts."""
 ACCEPTANCE_STEP = 0.01
-"""Change of an acceptance rate that counts over all prompts."""
+"""Smaller changes of an acceptance rate are noise, over all prompts."""
 CATEGORY_FACTOR = 3.0
-"""A category has about a tenth of the prompts, so about three times the scatter."""
+"""Both limits are this much larger for a category, which has about a tenth of the prompts."""
 BASELINE_SHARE = 0.05
 """Relative change of the baseline's tokens/s that gets a warning."""
 
 
 class Verdict(StrEnum):
-    """What a pair of figures says."""
+    """How two figures compare."""
 
     BETTER = "better"
     WORSE = "worse"
@@ -48,7 +48,7 @@ class Change:
     """Empty for all prompts."""
     what: str
     before: str
-    """As text, with a dash for a missing value; so is `after`."""
+    """As text, with a dash for a missing value, as in `after`."""
     after: str
     verdict: Verdict
 
@@ -81,9 +81,9 @@ def load_results(path: Path) -> dict[str, Any]:
 def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
     """Compare two results: warnings first, then methods in the order of `before`, new ones last.
 
-    A speed-up changed if the two 95 % intervals do not overlap. That is stricter than a test at 5 %: with equal intervals it
-    takes 2.8 standard errors of the difference. Tokens per pass and acceptance change beyond fixed thresholds. Differences from
-    plain decoding are always reported.
+    A speed-up has changed if the two 95 % intervals do not overlap. That is stricter than a test at 5 %: with equal intervals
+    it takes 2.8 standard errors of the difference. Tokens per pass and acceptance have changed if they differ by more than a
+    fixed threshold. Differences from plain decoding are always reported.
     """
     old, new = before["methods"], after["methods"]
     changes = [*_surroundings(before, after), *_baseline(old, new)]
@@ -92,14 +92,14 @@ def compare(before: dict[str, Any], after: dict[str, Any]) -> list[Change]:
             changes += _method(name, old[name], new[name])
         else:
             verdict = Verdict.ADDED if name in new else Verdict.REMOVED
-            told = _speedup_text(new.get(name) or old.get(name) or {})
-            pair = ("–", told) if name in new else (told, "–")
+            text = _speedup_text(new.get(name) or old.get(name) or {})
+            pair = ("–", text) if name in new else (text, "–")
             changes.append(Change(method=name, what="method", before=pair[0], after=pair[1], verdict=verdict))
     return changes
 
 
 def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Name settings within settings by dotted name."""
+    """Flatten nested settings; their names are joined by dots."""
     found: dict[str, Any] = {}
     for key, item in value.items():
         found.update(_flat(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {f"{prefix}{key}": item})
@@ -107,7 +107,7 @@ def _flat(value: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _surroundings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterator[Change]:
-    """Yield differences that make the figures hard to compare."""
+    """Warn about differences in settings, machine and versions, which make figures hard to compare."""
     for part in ("settings", "machine", "versions"):
         old, new = _flat(before.get(part) or {}), _flat(after.get(part) or {})
         for key in [*old, *(key for key in new if key not in old)]:
@@ -124,8 +124,8 @@ def _baseline(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change
     """Warn if the baselines of the speed-ups differ in speed."""
     pair = [finite((methods.get(BASELINE) or {}).get("tokens_per_second")) for methods in (old, new)]
     if pair[0] and pair[1] and abs(pair[1] / pair[0] - 1) > BASELINE_SHARE:
-        told = {"before": f"{pair[0]:.1f}", "after": f"{pair[1]:.1f}"}
-        yield Change(what=f"tokens/s of the baseline {BASELINE}", verdict=Verdict.WARNING, **told)
+        texts = {"before": f"{pair[0]:.1f}", "after": f"{pair[1]:.1f}"}
+        yield Change(what=f"tokens/s of the baseline {BASELINE}", verdict=Verdict.WARNING, **texts)
 
 
 def _method(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
@@ -137,21 +137,21 @@ def _method(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterat
     yield from _figures(name, "", old, new)
     old_parts, new_parts = old.get("categories") or {}, new.get("categories") or {}
     for category in old_parts:
-        if category in new_parts:  # the prompts' categories are settings: what differs there has its warning
+        if category in new_parts:  # categories that only one has are settings, so there is a warning already
             yield from _figures(name, category, old_parts[category], new_parts[category])
 
 
 def _identity(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
-    """Report differences from plain decoding if they changed, or if there still are any."""
+    """Report differences from plain decoding if they have changed or persist."""
     counts = [[finite(side.get(key)) for key in ("near_tie_differences", "differences")] for side in (old, new)]
-    told = {"before": _identity_text(old), "after": _identity_text(new)}
+    texts = {"before": _identity_text(old), "after": _identity_text(new)}
     if counts[0] != counts[1]:
         known = None not in counts[0] and None not in counts[1]
         pairs = [((one[1] or 0), (one[0] or 0)) for one in counts]  # real differences weigh more than near-ties
         verdict = Verdict.CHANGED if not known else Verdict.WORSE if pairs[1] > pairs[0] else Verdict.BETTER
-        yield Change(method=name, what="identity", verdict=verdict, **told)
+        yield Change(method=name, what="identity", verdict=verdict, **texts)
     elif counts[1][1]:
-        yield Change(method=name, what="identity", verdict=Verdict.STILL, **told)
+        yield Change(method=name, what="identity", verdict=Verdict.STILL, **texts)
 
 
 def _identity_text(side: Mapping[str, Any]) -> str:
@@ -172,22 +172,24 @@ def _speedup_text(side: Mapping[str, Any]) -> str:
 def _figures(name: str, category: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     place = {"method": name, "category": category}
     if name != BASELINE:
-        told = {"before": _speedup_text(old), "after": _speedup_text(new)}
-        if told["before"] != "–" or told["after"] != "–":
-            yield Change(**place, what="speed-up", verdict=_speedup_verdict(old, new), **told)
+        texts = {"before": _speedup_text(old), "after": _speedup_text(new)}
+        if texts["before"] != "–" or texts["after"] != "–":
+            yield Change(**place, what="speed-up", verdict=_speedup_verdict(old, new), **texts)
     factor = CATEGORY_FACTOR if category else 1.0
     for key, what, digits in (("tokens_per_pass", "tokens/pass", 2), ("acceptance_rate", "acceptance", 3)):
         first, second = finite(old.get(key)), finite(new.get(key))
         if first is None and second is None:
             continue
-        told = {side: "–" if value is None else f"{value:.{digits}f}" for side, value in (("before", first), ("after", second))}
+        texts = {
+            side: "–" if value is None else f"{value:.{digits}f}" for side, value in (("before", first), ("after", second))
+        }
         if first is None or second is None:
             verdict = Verdict.UNKNOWN
         else:
             allowed = factor * (TOKENS_PER_PASS_SHARE * first if key == "tokens_per_pass" else ACCEPTANCE_STEP)
             moved = second - first
             verdict = Verdict.NOISE if abs(moved) <= allowed else Verdict.BETTER if moved > 0 else Verdict.WORSE
-        yield Change(**place, what=what, verdict=verdict, **told)
+        yield Change(**place, what=what, verdict=verdict, **texts)
 
 
 def _speedup_verdict(old: Mapping[str, Any], new: Mapping[str, Any]) -> Verdict:
@@ -202,7 +204,7 @@ def _speedup_verdict(old: Mapping[str, Any], new: Mapping[str, Any]) -> Verdict:
 def format_diff(changes: Sequence[Change], *, everything: bool = False) -> str:
     """Return changes as plain text: warnings, a table, and a summary.
 
-    Figures within noise are left out unless `everything` is set, but each method's overall speed-up is always shown.
+    Figures within noise are left out unless `everything` is set. Each method's overall speed-up is always shown.
     """
     warnings = [change for change in changes if change.verdict is Verdict.WARNING]
     figures = [change for change in changes if change.verdict is not Verdict.WARNING]
@@ -228,10 +230,10 @@ def _table(rows: Sequence[Change]) -> list[str]:
 def _summary(changes: Sequence[Change]) -> str:
     count = sum(change.counts for change in changes)
     still = sum(change.verdict is Verdict.STILL for change in changes)
-    said = f"{count} change{'' if count == 1 else 's'}" if count else "nothing changed beyond noise"
+    summary = f"{count} change{'' if count == 1 else 's'}" if count else "nothing changed beyond noise"
     wrong = (
         f"; {still} method{'' if still == 1 else 's'} still differ{'s' if still == 1 else ''} from plain decoding"
         if still
         else ""
     )
-    return said + wrong
+    return summary + wrong

@@ -1,10 +1,10 @@
 """llama.cpp as a shared library, called through its C functions: your own build, or the one in the wheel `xllamacpp`.
 
-Its parameter structures change from version to version, and we do not rely on their layout. llama.cpp's own functions return
-them and take them back, as blocks of bytes that are larger than any of them. A structure of more than two words is returned
-through a pointer, and passed through one (AAPCS64 on Arm) or behind all other arguments (System V on x86-64), so the callee
-takes as many bytes as it needs. We write one number into them, the size of the context, and then ask the context whether it
-arrived.
+llama.cpp's parameter structures change from version to version, so we do not rely on their layout. We get them from its own
+functions and pass them back, as blocks of bytes larger than any of them. That works because a structure of more than two words
+is returned through a pointer, and passed through one (AAPCS64 on Arm) or after all other arguments (System V on x86-64): the
+callee takes as many bytes as it needs. We write a single number into them, the size of the context, and then ask the context
+whether it arrived.
 """
 
 import ctypes
@@ -20,14 +20,14 @@ from polydraft.errors import FailureError, UsageError, first_line
 from polydraft.sampling import SamplingParams
 
 VARIABLE = "POLYDRAFT_LLAMA_CPP"
-"""Environment variable: the library, or a folder with it."""
+"""Environment variable that names the library, or a folder with it."""
 _FILES = ("libllama.so", "libllama.dylib")
 _BELOW = (".", "lib", "bin", "build/bin", "build/lib")
-"""Where a folder may have it: installed, or just built."""
+"""Subfolders that may hold it, of an installation or a build."""
 _MACHINES = ("x86_64", "aarch64", "arm64")
-"""Where structures are passed in these ways."""
+"""Architectures that pass structures as described above."""
 SEEDS = 2**32 - 1
-"""Seeds have 32 bits, and the highest number means "choose one at random"."""
+"""Number of seeds: they have 32 bits, and the highest one means "choose at random"."""
 
 
 class _Block(ctypes.Structure):
@@ -37,7 +37,7 @@ class _Block(ctypes.Structure):
 
 
 class _Batch(ctypes.Structure):
-    """Tokens of one pass, as laid out since 2024; `_ask_for_all` checks that."""
+    """Tokens of one pass, in the layout used since 2024; `_ask_for_all` checks it before relying on it."""
 
     _fields_ = (
         ("count", c_int32), ("tokens", c_void_p), ("embeddings", c_void_p), ("positions", c_void_p),
@@ -71,7 +71,7 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "llama_decode": (c_int32, (c_void_p, _Batch)),
     "llama_synchronize": (None, (c_void_p,)),
     "llama_get_logits_ith": (c_void_p, (c_void_p, c_int32)),
-    "llama_sampler_chain_default_params": (c_uint64, ()),  # one byte
+    "llama_sampler_chain_default_params": (c_uint64, ()),  # a structure of one byte
     "llama_sampler_chain_init": (c_void_p, (c_uint64,)),
     "llama_sampler_chain_add": (None, (c_void_p, c_void_p)),
     "llama_sampler_init_greedy": (c_void_p, ()),
@@ -84,11 +84,11 @@ _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 }
 _SINCE = "llama.cpp of June 2025 or later"
 _SILENCE = _LOG(lambda level, text, data: None)
-"""Replaces its log, which goes to stderr; global, to outlive its callers."""
+"""Replaces its log, which would go to stderr; global, because llama.cpp keeps the pointer."""
 
 
 def find_build(place: str) -> Path:
-    """Return the library that a user names: a file, or a folder that has it."""
+    """Return the library that a user names by its file or folder."""
     path = Path(place).expanduser()
     if path.is_file():
         return path
@@ -101,7 +101,7 @@ def find_build(place: str) -> Path:
 
 
 def find_wheel() -> Path:
-    """Return the shared object of the package `xllamacpp`, which is not imported."""
+    """Return the shared object of the package `xllamacpp`, without importing it."""
     spec = importlib.util.find_spec("xllamacpp")
     folders = spec.submodule_search_locations if spec is not None else None
     files = [file for folder in folders or () for file in sorted(Path(folder).glob("xllamacpp*.so"))]
@@ -123,8 +123,8 @@ def _opened(file: Path) -> ctypes.CDLL:
         except AttributeError:
             raise UsageError(f"{str(file)!r} has no function {name}; use {_SINCE}") from None
         function.restype, function.argtypes = result, arguments
-    if library.llama_supports_gpu_offload():  # the placement of layers is in a structure of unknown layout
-        raise UsageError(f"{str(file)!r} is built for a GPU, but is measured on CPUs only; use a build without GPU support")
+    if library.llama_supports_gpu_offload():  # whose settings are in a structure of unknown layout
+        raise UsageError(f"{str(file)!r} is built for a GPU, but only CPUs can be measured; use a build without GPU support")
     library.llama_log_set(_SILENCE, None)
     library.llama_backend_init()
     return library
@@ -133,7 +133,7 @@ def _opened(file: Path) -> ctypes.CDLL:
 class LlamaCpp:
     """A model with a context for one text, in the library that `find_build` or `find_wheel` returned.
 
-    The threads are used for prompts too, for which llama.cpp would take every core.
+    Prompts use the given number of threads too; llama.cpp's default for them is every core.
     """
 
     def __init__(self, file: Path, weights: Path, *, capacity: int, threads: int) -> None:
@@ -143,18 +143,18 @@ class LlamaCpp:
             raise FailureError(f"{str(file)!r} cannot read {weights.name}; use {_SINCE}, built for this CPU")
         weakref.finalize(self, library.llama_model_free, model)
         params = library.llama_context_default_params()
-        ctypes.cast(ctypes.byref(params), ctypes.POINTER(c_uint32))[0] = capacity  # its first member in all versions
+        ctypes.cast(ctypes.byref(params), ctypes.POINTER(c_uint32))[0] = capacity  # the first member in all versions
         self._context = context = library.llama_init_from_model(model, params)
         if not context:
             raise FailureError(f"{str(file)!r} cannot open a context of {capacity} tokens; use fewer or shorter prompts")
-        weakref.finalize(self, library.llama_free, context)  # before the model: the newest is called first
+        weakref.finalize(self, library.llama_free, context)  # freed before the model: finalizers run newest first
         library.llama_set_n_threads(context, threads, threads)
         if not capacity <= library.llama_n_ctx(context) < 2 * capacity + 512 or library.llama_n_threads(context) != threads:
             raise UsageError(f"{str(file)!r} has an unknown parameter layout; use {_SINCE}")
         self._most = int(library.llama_n_batch(context))
         self._memory = library.llama_get_memory(context)
         self.instructions = library.llama_print_system_info().decode(errors="replace").strip(" |\n")
-        """What it was compiled for, as it reports it."""
+        """What llama.cpp says it was compiled for."""
 
     def reset(self) -> None:
         """Forget the text."""
@@ -165,11 +165,11 @@ class LlamaCpp:
         assert self._library.llama_memory_seq_rm(self._memory, 0, length, -1)
 
     def read(self, tokens: Sequence[int], *, every_output: bool = False) -> None:
-        """Pass tokens through the model after those before; compute the last one's logits, or all of them in one pass."""
+        """Append tokens to the text and compute the logits after the last one, or after each, in one pass."""
         assert not every_output or len(tokens) <= self._most
         for start in range(0, len(tokens), self._most):
             part = tokens[start : start + self._most]
-            held = (c_int32 * len(part))(*part)
+            held = (c_int32 * len(part))(*part)  # must outlive the call of llama_decode
             batch = self._library.llama_batch_get_one(held, len(part))
             flags = (ctypes.c_int8 * len(part))(*[1] * len(part))
             if every_output:
@@ -180,7 +180,7 @@ class LlamaCpp:
         assert not every_output or all(self._library.llama_get_logits_ith(self._context, i) for i in range(len(tokens)))
 
     def generate(self, prompt: Sequence[int], params: SamplingParams, seed: int) -> Iterator[int]:
-        """Yield the tokens of a new text, without end, one per pass."""
+        """Yield the tokens of a new text endlessly, one per pass."""
         self.reset()
         sampler = self._sampler(params, seed)
         try:
@@ -193,7 +193,7 @@ class LlamaCpp:
             self._library.llama_sampler_free(sampler)
 
     def _sampler(self, params: SamplingParams, seed: int) -> Any:
-        """Return a chain of its own samplers for our distribution."""
+        """Return a chain of llama.cpp's samplers with the distribution of `params`."""
         library = self._library
         chain = library.llama_sampler_chain_init(library.llama_sampler_chain_default_params())
         if params.temperature == 0:
@@ -204,12 +204,12 @@ class LlamaCpp:
             steps += [library.llama_sampler_init_top_p(params.top_p, 1)] if params.top_p < 1 else []
             steps += [library.llama_sampler_init_dist(seed % SEEDS)]
         for step in steps:
-            library.llama_sampler_chain_add(chain, step)  # which owns it from now on
+            library.llama_sampler_chain_add(chain, step)  # takes ownership of the step
         return chain
 
     def _ask_for_all(self, batch: _Batch, flags: Any) -> None:
         """Let a pass compute the logits of all its tokens."""
-        probe = self._library.llama_batch_init(1, 0, 1)  # has room for everything but embeddings
+        probe = self._library.llama_batch_init(1, 0, 1)  # allocates everything but embeddings
         room = (probe.tokens, probe.positions, probe.num_sequences, probe.sequences, probe.outputs)
         fits = all(room) and not probe.embeddings and batch.count == len(flags)
         self._library.llama_batch_free(probe)

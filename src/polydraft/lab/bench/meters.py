@@ -1,4 +1,4 @@
-"""Clocks, and meters of memory and energy: NVML counts joules on NVIDIA GPUs, RAPL on CPUs where it is readable."""
+"""Clocks, and meters of memory and energy: NVML on NVIDIA GPUs, RAPL on CPUs that let users read it."""
 
 import ctypes
 import ctypes.util
@@ -16,13 +16,13 @@ _POWERCAP = Path("/sys/class/powercap")
 
 
 def synchronised_clock(device: torch.device) -> float:
-    """Return the time after all work queued on `device` is done."""
+    """Wait for all work queued on `device`, then return the time."""
     wait_for(device)
     return time.perf_counter()
 
 
 class MemoryMeter:
-    """Peak memory since `start`: of the device on a GPU, of this process elsewhere."""
+    """Peak memory since `start`: the device's on a GPU, this process's elsewhere."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -33,12 +33,12 @@ class MemoryMeter:
             torch.cuda.reset_peak_memory_stats(self._device)
             return
         try:
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the high-water mark of resident memory
+            Path("/proc/self/clear_refs").write_text("5")  # on Linux: resets the high-water mark of resident memory
         except OSError:
             return
 
     def peak(self) -> int | None:
-        """Return the peak in bytes; None where it cannot be read."""
+        """Return the peak in bytes; None if the system does not tell."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         try:
@@ -74,7 +74,7 @@ def git_revision() -> str | None:
 
 
 class EnergyMeter:
-    """A machine's energy counter, where it has one.
+    """A machine's energy counter, if it has one.
 
     Attributes
     ----------
@@ -102,14 +102,14 @@ class EnergyMeter:
             self.source = f"not available: no energy counter for device {device.type!r}"
 
     def joules(self) -> float | None:
-        """Return a reading; differences of two readings are energies. None where there is no counter."""
+        """Return a reading, of which only differences mean anything; None if there is no counter."""
         if self._nvml is not None:
             return self._nvml.joules()
         return sum(counter.joules() for counter in self._rapl) if self._rapl else None
 
 
 class _RaplCounter:
-    """One CPU package; its counter wraps around, which `joules` corrects."""
+    """The counter of one CPU package; `joules` corrects for its wrapping around."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -127,14 +127,14 @@ class _RaplCounter:
 
 
 class _NvmlCounter:
-    """One GPU, through NVIDIA's own library, which comes with the driver."""
+    """The counter of one GPU, read through the NVML library that comes with the driver."""
 
     def __init__(self, device: torch.device) -> None:
         self._library = ctypes.CDLL(ctypes.util.find_library("nvidia-ml") or "libnvidia-ml.so.1")
         self._call("nvmlInit_v2")
         self._handle = ctypes.c_void_p()
         uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-        if uuid is not None:  # by name, because CUDA_VISIBLE_DEVICES renumbers devices for CUDA only
+        if uuid is not None:  # not by index, because CUDA_VISIBLE_DEVICES renumbers devices for CUDA only
             self._call("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}".encode(), ctypes.byref(self._handle))
         else:
             self._call("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(device.index or 0), ctypes.byref(self._handle))

@@ -1,4 +1,4 @@
-"""What the harness knows about a method: a name, parameters, and a function that yields tokens with their sources."""
+"""What a benchmark method is: a name, options, and a function that yields tokens with their sources."""
 
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -22,11 +22,11 @@ class Token:
     source: str
     """`"target"`, or what proposed it."""
     target_pass: int | None
-    """Which forward pass of the target made it certain, counted from 0; None if a peer does not report it."""
+    """Which forward pass of the target settled it, counted from 0; None if a peer does not report it."""
 
 
 Tokens = Generator[Token, None, Stats | None]
-"""Tokens as they come; the generator's return value is the engine's own statistics, where it has some."""
+"""Tokens as they are generated; the generator returns the engine's own statistics, or None for peers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,14 +39,14 @@ class Bench:
     params: SamplingParams
     max_new_tokens: int
     longest_prompt: int
-    """Tokens of the longest prompt, for engines that allocate or compile once for all texts."""
+    """Length of the longest prompt in tokens, for engines that allocate or compile once for all texts."""
     target_name: str = ""
     """As the user wrote it."""
     corpus: str = "auto"
-    """Corpus cache, for methods that have one."""
+    """Corpus cache, for methods that use one."""
 
     def draft_for(self, spec: "MethodSpec") -> Any:
-        """Return the draft, for a method that needs one."""
+        """Return the draft for a method that needs one; refuse if there is none."""
         if self.draft is None:
             raise UsageError(f"method {spec.text!r} needs a draft; pass --draft NAME, a folder, or early-exit:k")
         return self.draft
@@ -59,23 +59,23 @@ class Method:
     name: str
     """As the user wrote it."""
     generate: Callable[[list[int], int], Tokens]
-    """`(prompt, seed) -> tokens`, to the end of the text (an end-of-text token included) or `max_new_tokens`."""
+    """`(prompt, seed) -> tokens`, up to and including an end-of-text token, or up to `max_new_tokens`."""
     generate_batch: Callable[[list[list[int]], int], tuple[list[list[Token]], list[Stats]]] | None = None
-    """The same for several prompts at a time, with statistics of each text, the first of which hold the time of all; None for
+    """The same for several prompts at a time, with statistics per text (the first holds the time of all texts); None for
     methods that take one prompt at a time."""
     parents: tuple[int, ...] | None = None
     """Shape of a static draft tree, for the report."""
     warm_up: Callable[[], Any] | None = None
-    """Does what the first texts would otherwise wait for, if generating some is not enough."""
+    """Prepares what generating a text or two does not, such as captures of every size."""
     comparable: bool = True
-    """Whether its greedy text must equal the target's; not for peers with other weights."""
+    """Whether its greedy text must equal the target's; false for lossy methods and peers with other weights."""
 
 
 @dataclass(frozen=True)
 class MethodSpec:
-    """A method as the user writes it: ``name``, ``name:argument``, each with ``,option=value`` behind.
+    """A method as the user writes it: ``name`` or ``name:argument``, followed by any number of ``,option=value``.
 
-    Every method takes ``,arm=NAME``, which only gives it another name, so that it can be measured twice.
+    Every method takes ``,arm=NAME``, which only changes its name, so that it can be measured twice.
     """
 
     text: str
@@ -86,7 +86,7 @@ class MethodSpec:
     @classmethod
     def parse(cls, text: str) -> "MethodSpec":
         """Read a specification."""
-        head, *pairs = re.split(r",(?![\d,\[\]]*\])", text)  # a tree as a list of paths has commas of its own
+        head, *pairs = re.split(r",(?![\d,\[\]]*\])", text)  # not at commas inside a tree given as a list of paths
         name, _, argument = head.partition(":")
         options = {}
         for pair in pairs:
@@ -106,7 +106,7 @@ class MethodSpec:
         return self.options
 
     def read(self, options: Iterable[Option], *others: str) -> dict[str, Any]:
-        """Return the values of the given `options`, by field; refuse anything that is neither one of them nor in `others`."""
+        """Return the values given for `options`, by field; refuse options that are neither among them nor in `others`."""
         known = {option.short: option for option in options}
         given = self.take(*known, *others)
         with self.named_in_errors():
@@ -114,17 +114,21 @@ class MethodSpec:
 
     @contextmanager
     def named_in_errors(self) -> Iterator[None]:
-        """Name the method in errors about its values."""
+        """Prefix errors about its options with the method."""
         try:
             yield
         except UsageError as error:
             raise UsageError(f"method {self.text!r}: {error}") from None
 
     def take_nothing(self) -> None:
-        """Refuse an argument and options."""
+        """Refuse any argument and any options."""
         self.take()
+        self.refuse_argument()
+
+    def refuse_argument(self, instead: str = "") -> None:
+        """Refuse an argument; `instead` says what to write, by default the name."""
         if self.argument:
-            raise UsageError(f"method {self.text!r} takes no argument; write {self.name}")
+            raise UsageError(f"method {self.text!r} takes no argument; write {instead or self.name}")
 
     def count(self, *, default: int) -> int:
         """Return the argument as a positive whole number, or the default if there is none."""
@@ -136,11 +140,10 @@ class MethodSpec:
 
 
 METHODS: Registry[Callable[[MethodSpec, Bench], Method]] = Registry("method")
-"""Ways to make a method, by name. Registering is all it takes to be benchmarked."""
-
+"""Functions that make a method, by name. A registered method can be benchmarked; nothing else is needed."""
 
 COMBINED = "A+B"
-"""The method for names joined by ``+``."""
+"""Registered name of the method that handles all names joined by ``+``."""
 
 
 def _maker(name: str) -> Callable[[MethodSpec, Bench], Method]:
@@ -148,7 +151,7 @@ def _maker(name: str) -> Callable[[MethodSpec, Bench], Method]:
 
 
 def build_methods(texts: list[str], bench: Bench) -> list[Method]:
-    """Make the methods that the user named, in that order, each once."""
+    """Make the methods that the user named, in order, without repetitions."""
     return [_maker(spec.name)(spec, bench) for spec in map(MethodSpec.parse, dict.fromkeys(texts))]
 
 

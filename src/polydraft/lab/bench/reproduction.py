@@ -1,4 +1,4 @@
-"""Paper reproductions: one run after the other, each in its own folder, and tables at the end."""
+"""Paper reproductions: run a paper's experiments one after the other, each in its own folder, and write its tables."""
 
 import dataclasses
 import datetime
@@ -39,7 +39,7 @@ RunBench = Callable[[BenchSession, Path], dict[str, Any]]
 
 
 def check_choice(papers: Sequence[str], names: Collection[str], methods: Collection[str]) -> None:
-    """Refuse names of runs and methods that none of the papers has."""
+    """Refuse unknown names of runs, and methods that none of the papers measures."""
     runs = [run for paper in papers for run in PAPERS.get(paper).runs]
     known = [ALL_RUNS, *_KINDS.values(), *dict.fromkeys(run.name for run in runs)]
     arms = dict.fromkeys(arm for run in runs if isinstance(run, Run) for arm in run.arms)
@@ -52,8 +52,8 @@ def check_choice(papers: Sequence[str], names: Collection[str], methods: Collect
 class Reproduction:
     """Measures a paper's tables and figures again, at one of the `SIZES`.
 
-    The options are all fields of `BenchOptions`; those in `given` were chosen by the user and override the size, and methods
-    among them leave out all others. `runs` are names of runs, or of their kinds. The models are shared with other papers.
+    `options` has all fields of `BenchOptions`. Those named in `given` were chosen by the user and override the size's; if
+    methods are among them, no others are measured. `runs` names runs, or kinds of runs. Papers can share their models.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Reproduction:
         self._options, self._given = dict(options), set(given)
         self._models = models
         self._missed: set[str] = set()
-        """Missing files that were reported already."""
+        """Missing files that have been reported."""
         self._on_gpu = captures(resolve_device(options["device"]))
         self._only = set(options["methods"].split()) if "methods" in self._given else None
         named = [run for run in self.paper.runs if {ALL_RUNS, run.name, _KINDS[run.timed]} & {*runs}]
@@ -85,9 +85,9 @@ class Reproduction:
             check_folder(out / run.name, resume=resume)
 
     def run(self, out: Path, run_bench: RunBench) -> dict[str, dict[str, Any]]:
-        """Make the runs, with the tables anew after each, and return the results of the benchmarks among them.
+        """Make the runs, update the tables after each, and return the results of the benchmarks among them.
 
-        Finished runs are kept; interrupted benchmarks continue.
+        Finished runs are not repeated; interrupted benchmarks continue.
         """
         found: dict[str, dict[str, Any]] = {}
         for run in self.runs:
@@ -101,11 +101,11 @@ class Reproduction:
         return found
 
     def _has_arms(self, run: Run | DistributionRun) -> bool:
-        """Whether a run has methods to measure; where the user has named some, plain decoding alone is none."""
+        """Whether the user's methods include any of this run's, not counting the baseline."""
         return self._only is None or (isinstance(run, Run) and bool({*run.arms} & self._only - {BASELINE}))
 
     def _is_left_out(self, run: Run) -> bool:
-        """Whether a run has its own models and they are missing, or the user has named others."""
+        """Whether to skip a run with models of its own, because they are missing or the user has named others."""
         if not _MODELS & run.settings.keys():
             return False
         if _MODELS & self._given:
@@ -138,7 +138,7 @@ class Reproduction:
         return BenchOptions(**{**self._options, **chosen, **fixed})
 
     def _methods(self, run: Run) -> tuple[str, ...]:
-        """Return the methods of a run, except those whose decision model does not ship with the draft."""
+        """Return the methods of a run; skip those whose decision model does not ship with the draft."""
         draft = default_draft(self._options["target"], self._options["draft"])
         left_out = set() if self.size.whole else {*run.more} - {*run.methods}
         if self._only is not None:
@@ -147,7 +147,7 @@ class Reproduction:
         return tuple(one for one, kind in wanted.items() if kind is None or shipped_decision(draft, kind) is not None)
 
     def _source(self, run: Run | DistributionRun) -> str:
-        """Return the file of a run's prompts, or the one source that the user gave."""
+        """Return the file with a run's prompts, or the single source that the user gave."""
         source = str(self._options["source"])
         if not Path(source).is_dir():
             return source
@@ -158,7 +158,7 @@ class Reproduction:
         return str(file)
 
     def _distributions(self, run: DistributionRun, out: Path) -> None:
-        """Compute the rows of an analysis where they are missing; all shards but the first leave that to it."""
+        """Compute the rows of an analysis unless they exist. Of several shards, only the first does."""
         shard = self._options["shard"]
         if shard is not None and Shard.parse(shard).index > 1:
             return
@@ -200,7 +200,7 @@ class Reproduction:
 
 
 def _finished(options: BenchOptions, folder: Path) -> dict[str, Any] | None:
-    """Return the results of a complete benchmark with exactly these options; None if there is none."""
+    """Return the results in a folder if they are complete and were measured with exactly these options, else None."""
     if not (folder / "results.json").exists():
         return None
     asked, before = json.loads(json.dumps(dataclasses.asdict(options))), read_settings(folder / "settings.json")
@@ -214,7 +214,7 @@ def _finished(options: BenchOptions, folder: Path) -> dict[str, Any] | None:
 
 
 def write_tables(name: str, out: Path) -> None:
-    """Write a paper's kept figures, its tables and its charts, from the runs that are finished in a folder."""
+    """Write a paper's figures, tables and charts from the finished runs in a folder."""
     paper, kept = PAPERS.get(name), Results()
     for run in paper.runs:
         place = out / run.name
@@ -231,7 +231,7 @@ def write_tables(name: str, out: Path) -> None:
 
 
 def merge_reproduction(name: str, out: Path, folders: Sequence[Path], command: list[str]) -> dict[str, dict[str, Any]]:
-    """Join the shards of a reproduction, runs that are finished in all of them, and return the results of its benchmarks."""
+    """Join the shards of a reproduction, except runs that some shard has not finished; return the benchmarks' results."""
     found: dict[str, dict[str, Any]] = {}
     for run in PAPERS.get(name).runs:
         parts = [folder / run.name for folder in folders]

@@ -1,4 +1,4 @@
-"""A server under load: requests arrive at random, or a fixed number runs at a time; they are timed by the client."""
+"""Measure a server under load from the client's side: requests arrive at random, or a fixed number runs at a time."""
 
 import dataclasses
 import http.client
@@ -8,6 +8,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 from polydraft.errors import FailureError, UsageError
 
 Asked = str | list[Mapping[str, Any]]
-"""What a user says, or the messages of a conversation."""
+"""A user's message, or all messages of a conversation."""
 
 AS_IS = "as-is"
 PEERS = ("transformers", "llama.cpp")
@@ -33,8 +34,8 @@ class ServingLoad:
     model: str | None = None
     """Model to ask for  [default: the first one that the server lists]."""
     arms: str = "auto off"
-    """What to compare, separated by spaces: auto and off (polydraft serve with and without speculation), as-is (any server,
-    plain requests), transformers and llama.cpp (peers, started automatically)."""
+    """What to compare, separated by spaces: auto and off (polydraft serve with and without speculation), as-is (any server),
+    transformers and llama.cpp (peers, started automatically)."""
     peer_model: str = "smollm2"
     """Model for the peers: a folder in Hugging Face format, or a GGUF file for llama.cpp."""
     requests: int = 64
@@ -75,24 +76,25 @@ class ServingLoad:
 
 @dataclass
 class Sample:
-    """One request, in seconds from its arrival."""
+    """The timing of one request, in seconds."""
 
     first: float = 0.0
-    """Until its first text."""
+    """From sending the request to the first text."""
     whole: float = 0.0
+    """From sending the request to the end of the answer."""
     tokens: int = 0
     gaps: list[float] = field(default_factory=list)
-    """Between parts of the answer."""
+    """Times between parts of the answer."""
     error: str | None = None
 
     @property
     def per_token(self) -> float:
-        """After the first text."""
+        """Mean time per token after the first text."""
         return (self.whole - self.first) / max(self.tokens - 1, 1)
 
 
 class Client:
-    """A client that streams answers, with the standard library alone."""
+    """Streams answers from a server; uses only the standard library."""
 
     def __init__(self, options: ServingLoad) -> None:
         parts = urlsplit(options.url)
@@ -102,19 +104,16 @@ class Client:
             self._headers["Authorization"] = f"Bearer {options.api_key}"
         self.model = options.model or self._first_model()
         self._salt = secrets.token_hex(8)
-        """With the arm's name: an arm must not gain from prompts that another one has read."""
+        """Joined with the arm's name, it keeps an arm from reusing prompts that another arm has read."""
 
     def _first_model(self) -> str:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=30)
-        try:
-            connection.request("GET", "/v1/models", headers=self._headers)
-            return str(json.loads(connection.getresponse().read())["data"][0]["id"])
-        except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise FailureError(
-                f"cannot get the models of {self._options.url} ({error}); check --url, or give --model"
-            ) from None
-        finally:
-            connection.close()
+        with closing(http.client.HTTPConnection(self._host, self._port, timeout=30)) as connection:
+            try:
+                connection.request("GET", "/v1/models", headers=self._headers)
+                return str(json.loads(connection.getresponse().read())["data"][0]["id"])
+            except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+                url = self._options.url
+                raise FailureError(f"cannot get the models of {url} ({error}); check --url, or give --model") from None
 
     def ask(self, prompt: Asked, arm: str) -> Sample:
         """Time one answer."""
@@ -125,18 +124,16 @@ class Client:
             {"speculative": arm, "cache_salt": f"{self._salt} {arm}"} if arm in ("auto", "off") else {}
         )
         sample, start = Sample(), time.perf_counter()
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=600)
-        try:
-            connection.request("POST", "/v1/chat/completions", json.dumps(body), self._headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                sample.error = f"HTTP {response.status}"
-            else:
-                _read(response, sample, start)
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            sample.error = f"{type(error).__name__}: {error}"
-        finally:
-            connection.close()
+        with closing(http.client.HTTPConnection(self._host, self._port, timeout=600)) as connection:
+            try:
+                connection.request("POST", "/v1/chat/completions", json.dumps(body), self._headers)
+                response = connection.getresponse()
+                if response.status != 200:
+                    sample.error = f"HTTP {response.status}"
+                else:
+                    _read(response, sample, start)
+            except (OSError, ValueError, http.client.HTTPException) as error:
+                sample.error = f"{type(error).__name__}: {error}"
         sample.whole = time.perf_counter() - start
         return sample
 
@@ -162,15 +159,15 @@ def _read(response: http.client.HTTPResponse, sample: Sample, start: float) -> N
 
 
 def run_load(options: ServingLoad, prompts: Sequence[Asked], done: Callable[[str, int], None]) -> list[dict[str, Any]]:
-    """Measure all arms, one after the other, with the same prompts and arrivals; return a summary of each.
+    """Measure all arms one after the other, with the same prompts and arrival times; return a summary of each.
 
-    `done` is called with the arm and its number of complete answers.
+    After each answer, `done` is called with the arm and the number of its answers so far.
     """
     from polydraft.lab.bench.serving_peers import command_of, running
 
     for arm in options.arms.split():
         if arm in PEERS:
-            command_of(arm, options.peer_model, 1, 0)  # refuses what is not there before anything takes time
+            command_of(arm, options.peer_model, 1, 0)  # refuses missing programs and models before anything runs
     summaries = []
     for arm in options.arms.split():
         if arm in PEERS:
@@ -178,7 +175,7 @@ def run_load(options: ServingLoad, prompts: Sequence[Asked], done: Callable[[str
                 with running(arm, options.peer_model, options.concurrency or _PEER_SLOTS) as (url, name):
                     client = Client(dataclasses.replace(options, url=url, model=name, api_key=None))
                     summaries.append(_measured(options, client, prompts, arm, done))
-            except FailureError as error:  # a peer's failure is a result, and the others' figures are kept
+            except FailureError as error:  # a peer's failure is a result; the other arms' figures are kept
                 summaries.append({"arm": arm, **summary(options, [Sample(error=str(error))], 1.0)})
         else:
             summaries.append(_measured(options, Client(options), prompts, arm, done))
@@ -186,17 +183,10 @@ def run_load(options: ServingLoad, prompts: Sequence[Asked], done: Callable[[str
 
 
 def _measured(
-    options: ServingLoad, client: "Client", prompts: Sequence[Asked], arm: str, done: Callable[[str, int], None]
-) -> dict[str, Any]:
-    client.ask(prompts[0], arm)  # the first answer warms the arm up, and is not counted
-    start = time.perf_counter()
-    samples = _run_arm(options, client, prompts, arm, done)
-    return {"arm": arm, **summary(options, samples, time.perf_counter() - start)}
-
-
-def _run_arm(
     options: ServingLoad, client: Client, prompts: Sequence[Asked], arm: str, done: Callable[[str, int], None]
-) -> list[Sample]:
+) -> dict[str, Any]:
+    """Send all requests of an arm, and summarise them once all are answered."""
+    client.ask(prompts[0], arm)  # warms the arm up; not counted
     samples: list[Sample] = []
     chance, room = random.Random(options.seed), threading.Semaphore(options.concurrency or 1)
 
@@ -206,7 +196,7 @@ def _run_arm(
         room.release()
 
     threads = []
-    due = time.perf_counter()
+    due = start = time.perf_counter()
     for number in range(options.requests):
         if options.rate is None:
             room.acquire()
@@ -217,11 +207,11 @@ def _run_arm(
         threads[-1].start()
     for thread in threads:
         thread.join()
-    return samples
+    return {"arm": arm, **summary(options, samples, time.perf_counter() - start)}
 
 
 def summary(options: ServingLoad, samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
-    """Summarise the requests of a run."""
+    """Summarise an arm's requests, which took `seconds` together."""
     good = [sample for sample in samples if sample.error is None]
     within = [one for one in good if one.first <= options.first_limit and one.per_token <= options.token_limit]
     return {

@@ -1,4 +1,4 @@
-"""Peers' servers, started for a measurement and stopped after it: `transformers serve` and llama.cpp's."""
+"""Start and stop the servers of peers for a measurement: `transformers serve` and llama.cpp's."""
 
 import http.client
 import importlib.util
@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 from polydraft.errors import FailureError, UsageError
@@ -59,18 +59,18 @@ def _llama_server() -> Path:
 
 @contextmanager
 def running(peer: str, model: str, slots: int) -> Iterator[tuple[str, str | None]]:
-    """Run a peer's server; yield its address and, if it lists no model, the one to ask for."""
+    """Run a peer's server; yield its address and the model to ask for, or None to take the first that it lists."""
     with socket.create_server((_HOST, 0)) as listening:
         port = listening.getsockname()[1]
     command = command_of(peer, model, slots, port)
     with started(command, peer, lambda: _answers(port)):
-        # transformers lists what it finds in its cache, and answers for the folder that it was given.
+        # transformers lists the models in its cache, but answers requests for the folder that it was given.
         yield f"http://{_HOST}:{port}", command[command.index("serve") + 1] if peer == TRANSFORMERS else None
 
 
 @contextmanager
 def started(command: list[str], name: str, ready: Callable[[], bool]) -> Iterator[None]:
-    """Run a program until the block ends, which begins once the program is ready."""
+    """Run a program for the duration of a block; enter the block once the program is ready."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
         try:
@@ -92,11 +92,9 @@ def started(command: list[str], name: str, ready: Callable[[], bool]) -> Iterato
 
 
 def _answers(port: int) -> bool:
-    connection = http.client.HTTPConnection(_HOST, port, timeout=5)
-    try:
-        connection.request("GET", "/health")
-        return connection.getresponse().status == http.client.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
+    with closing(http.client.HTTPConnection(_HOST, port, timeout=5)) as connection:
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == http.client.OK
+        except (OSError, http.client.HTTPException):
+            return False

@@ -1,4 +1,4 @@
-"""A whole benchmark: load, measure, summarise, write."""
+"""A whole benchmark: load models and prompts, measure, summarise, write the files."""
 
 import dataclasses
 import datetime
@@ -20,7 +20,7 @@ from polydraft.engine import Decoder
 from polydraft.lab.bench import BASELINE, SCHEMA
 from polydraft.lab.bench._results import summarise, write_results
 from polydraft.lab.bench._runner import EnergyBlock, Journal, Measurement, Runner
-from polydraft.lab.bench.meters import EnergyMeter, git_revision, machine
+from polydraft.lab.bench.meters import git_revision, machine
 from polydraft.lab.bench.method import Bench, build_methods
 from polydraft.lab.bench.options import BenchOptions
 from polydraft.lab.bench.shards import Shard
@@ -38,13 +38,13 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 class Models:
-    """Targets with their drafts, so that several benchmarks of one process load them once."""
+    """Loads each pair of target and draft once for all benchmarks of a process."""
 
     def __init__(self) -> None:
         self._pairs: dict[tuple[Any, ...], tuple[Loaded, Any]] = {}
 
     def load(self, options: BenchOptions, device: torch.device, draft: str) -> tuple[Loaded, Any]:
-        """Return target and draft, loaded once."""
+        """Return target and draft, loaded unless they already are."""
         key = (options.target, draft, str(device), options.dtype, options.device_map, options.native)
         if key not in self._pairs:
             dtype = resolve_dtype(options.dtype, device)
@@ -54,7 +54,7 @@ class Models:
 
 
 class BenchSession:
-    """Loads models, which may be shared with other sessions, and prompts; then measures."""
+    """One benchmark: loads models (or shares those of other sessions) and prompts, then measures."""
 
     def __init__(self, options: BenchOptions, models: Models | None = None) -> None:
         self.options = options
@@ -92,7 +92,6 @@ class BenchSession:
             device=device,
             batch=options.batch,
             energy_seconds=options.energy_seconds,
-            energy=EnergyMeter(device),
             likelihood=self._likelihood if options.log_likelihood else None,
             grade=self._grade,
         )
@@ -107,9 +106,9 @@ class BenchSession:
         progress: Callable[[Measurement | None], None],
         begin: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Measure, write `runs.jsonl` while measuring and `results.json` and `report.html` at the end; return the results.
+        """Measure, and return the results; write `runs.jsonl` while measuring, `results.json` and `report.html` at the end.
 
-        `begin` is called before the first measurement, `progress` with each.
+        `begin` is called before the first measurement, `progress` after each.
         """
         journal = Journal(out, dataclasses.asdict(self.options), resume)
         begin()
@@ -121,7 +120,7 @@ class BenchSession:
     def results(
         self, measurements: list[Measurement], command: list[str], energy: Sequence[EnergyBlock] = ()
     ) -> dict[str, Any]:
-        """Summarise measurements as docs/bench-results.md says."""
+        """Return the contents of `results.json`, which docs/bench-results.md describes."""
         options, model = self.options, self.loaded.model
         categories: dict[str, int] = {}
         for prompt, _ in self.prompts:
@@ -164,7 +163,7 @@ class BenchSession:
         }
 
     def _grade(self, prompt: Prompt, tokens: list[int]) -> bool | None:
-        """Return whether a text is the prompt's answer; None where it has none."""
+        """Return whether a text is one of the prompt's answers; None if the prompt has none."""
         if not prompt.answers:
             return None
         return is_exact_match(self.loaded.tokenizer.decode(tokens, skip_special_tokens=True), prompt.answers)
@@ -174,7 +173,7 @@ class BenchSession:
         return sum(text_log_probs(self.loaded.model, prompt, [tokens])[0])
 
     def _likeness(self, measurements: list[Measurement]) -> dict[tuple[str, str], str] | None:
-        """At temperature 0, compare every text with the baseline's."""
+        """At temperature 0, compare every text with the baseline's; return None above."""
         if self.options.temperature > 0:
             return None
         prompts = {prompt.id: ids for prompt, ids in self.prompts}
@@ -187,7 +186,7 @@ class BenchSession:
         }
 
     def _samples(self, measurements: list[Measurement]) -> list[dict[str, Any]]:
-        """Return the first prompt of each category with each method, token by token."""
+        """Return each method's text for the first prompt of each category, token by token."""
         texts: dict[str, Prompt] = {}
         for prompt, _ in reversed(self.prompts):
             texts[prompt.category] = prompt
@@ -212,10 +211,10 @@ class BenchSession:
 
 
 def is_exact_match(text: str, answers: Sequence[str]) -> bool:
-    """Return whether a text is one of the answers, as SQuAD, TriviaQA, Spider and GSM8K count it.
+    """Return whether a text is one of the answers, by the rules of SQuAD, TriviaQA, Spider and GSM8K.
 
-    If all answers are numbers, the last number of the text counts, since GSM8K's solutions end with it. Otherwise the whole
-    text counts, without case, punctuation and articles, as in SQuAD's evaluation script.
+    If all answers are numbers, the last number of the text must be one of them, since GSM8K's solutions end with it. Otherwise
+    the whole text must match, ignoring case, punctuation and articles, as in SQuAD's evaluation script.
     """
     if all(_NUMBER.fullmatch(answer) for answer in answers):
         found = _NUMBER.findall(text)

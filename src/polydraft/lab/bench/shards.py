@@ -1,4 +1,4 @@
-"""Shards of a benchmark: parts of its prompts for several processes, and their results joined again."""
+"""Shards of a benchmark: split its prompts between processes, and join their results."""
 
 import datetime
 import re
@@ -22,7 +22,7 @@ Item = TypeVar("Item")
 class Shard:
     """Every `count`-th item, starting with the `index`-th, counted from 1.
 
-    Prompts of one category are next to each other in many files, so every shard gets its share of them.
+    In many files the prompts of a category stand together; this way every shard gets some of each.
     """
 
     index: int
@@ -38,24 +38,24 @@ class Shard:
         return cls(index, count)
 
     def __str__(self) -> str:
-        """Write it as the user does."""
+        """Write the shard as users do."""
         return f"{self.index}/{self.count}"
 
     def select(self, items: Sequence[Item]) -> list[Item]:
-        """Return this shard's items, refusing to measure nothing."""
+        """Return this shard's items; refuse an empty shard."""
         chosen = list(items[self.index - 1 :: self.count])
         if not chosen:
             raise UsageError(f"shard {self} is empty: {len(items)} prompts are selected; use {len(items)} shards at most")
         return chosen
 
     def place(self, position: int) -> int:
-        """Return where the item at `position` of this shard stands among all items, both counted from 0."""
+        """Return the position among all items of the item at `position` in this shard, both counted from 0."""
         return position * self.count + self.index - 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """What one shard left in its folder."""
+    """The results of one shard, read from its folder."""
 
     folder: Path
     shard: Shard
@@ -78,18 +78,16 @@ class Part:
         if name is None:
             raise UsageError(f"{folder} is a whole benchmark, not a shard; give the folders of `polydraft bench --shard I/N`")
         shard = Shard.parse(name)
-        if not (folder / "results.json").exists():
-            raise UsageError(f"shard {shard} in {folder} is not finished; finish it with --resume, then merge")
-        results = load_results(folder)
-        # A later run with more methods or repeats may have been interrupted.
-        finished = (list(results["methods"]), results["settings"]["repeat"])
-        if finished != (list(dict.fromkeys(settings["methods"])), settings["repeat"]):
+        results = load_results(folder) if (folder / "results.json").exists() else None
+        # A later run that added methods or repeats may have been interrupted.
+        wanted = (list(dict.fromkeys(settings["methods"])), settings["repeat"])
+        if results is None or (list(results["methods"]), results["settings"]["repeat"]) != wanted:
             raise UsageError(f"shard {shard} in {folder} is not finished; finish it with --resume, then merge")
         return cls(folder=folder, shard=shard, settings=settings, results=results, measurements=measurements)
 
     @property
     def places(self) -> dict[str, int]:
-        """Prompts with their places among those of all shards."""
+        """Position of each of its prompts among the prompts of all shards."""
         prompts = dict.fromkeys(one.prompt for one in self.measurements)
         return {prompt: self.shard.place(position) for position, prompt in enumerate(prompts)}
 
@@ -97,8 +95,8 @@ class Part:
 def merge_shards(out: Path, folders: Sequence[Path], command: list[str]) -> dict[str, Any]:
     """Join all shards of one benchmark into a new folder, without loading a model, and return the results.
 
-    Figures come from the journals, verdicts on greedy texts from the shards' results. The shards, in any order, must have been
-    started with the same settings on equal machines.
+    Figures are computed from the journals; verdicts on greedy texts are copied from the shards' results. The shards may come in
+    any order, but must have been started with the same settings on equal machines.
     """
     parts = sorted((Part.read(folder) for folder in folders), key=lambda part: part.shard.index)
     _check(parts)
@@ -109,7 +107,7 @@ def merge_shards(out: Path, folders: Sequence[Path], command: list[str]) -> dict
     first, count = parts[0], len(parts)
     if (out / "runs.jsonl").exists():
         raise UsageError(f"{out} already holds a benchmark; merge into another folder")
-    # "all/N" is no shard: this folder can be neither resumed by one process nor merged again.
+    # "all/N" is not a valid shard, so that this folder can be neither resumed nor merged again.
     journal = Journal(out, {**first.settings, "shard": f"all/{count}"}, resume=False)
     for measurement in measurements:
         journal.add(measurement)
@@ -170,7 +168,7 @@ def _shared_settings(part: Part) -> dict[str, Any]:
 
 
 def _revisions(parts: Iterable[Part]) -> str | None:
-    """Return the revision; several, joined by ``+``, if the checkout changed between shards."""
+    """Return the shards' revision, or several joined by ``+`` if the checkout changed between them."""
     found = dict.fromkeys(part.results["git_revision"] for part in parts if part.results["git_revision"])
     return "+".join(found) or None
 
@@ -184,7 +182,7 @@ def _prompts(parts: Sequence[Part], measurements: Iterable[Measurement]) -> dict
 
 
 def _likeness(parts: Sequence[Part]) -> dict[tuple[str, str], str] | None:
-    """Return how greedy texts compare with the baseline's, by the shards' results; None above temperature 0."""
+    """Return the shards' verdicts on how greedy texts compare with the baseline's; None above temperature 0."""
     if parts[0].settings["temperature"] > 0:
         return None
     return dict(pair for part in parts for pair in _likeness_in(part))
@@ -194,13 +192,13 @@ def _likeness_in(part: Part) -> Iterator[tuple[tuple[str, str], str]]:
     differing = {(one["method"], one["prompt"]): one["likeness"] for one in part.results["differing"]}
     whole = {(one.method, one.prompt) for one in part.measurements if not one.error}
     for method, prompt in whole:
-        compared = part.results["methods"][method]["identical"] is not None  # not so for a peer with other weights
+        compared = part.results["methods"][method]["identical"] is not None  # None for peers with other weights
         if compared and (BASELINE, prompt) in whole:
             yield (method, prompt), differing.get((method, prompt), Likeness.IDENTICAL.value)
 
 
 def _samples(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Return the first prompt of each category over all shards, which is the first of that category in its shard."""
+    """Return the samples of the first prompt of each category over all shards; it is also the first in its own shard."""
     earliest: dict[str, tuple[int, Part]] = {}
     for part in parts:
         places = part.places

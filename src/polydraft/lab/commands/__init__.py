@@ -1,1 +1,1 @@
-"""Commands of the laboratory, `polydraft bench` and `polydraft analyze`; `polydraft.cli.main` finds them by name."""
+"""The laboratory's commands, `polydraft bench` and `polydraft analyze`; `polydraft.cli.main` finds them by name."""

@@ -21,15 +21,15 @@ if TYPE_CHECKING:
     from polydraft.lab.analyze.analysis import Analysis, SampleSize
     from polydraft.lab.analyze.comparison import Row
 
-_USUAL = {
+_DEFAULTS = {
     None: ("0.6,1.0", "2,4,8"),
     "temperature": ("0.1,0.25,0.5,0.75,1.0,1.25,1.5", "3"),
     "drafts": ("0.7", "1,2,3,4,6,8"),
 }
-"""Default temperatures and numbers of drafts, by --sweep; 3 drafts and 0.7 are the paper's."""
+"""Default temperatures and numbers of drafts, by --sweep; sweeps fix the other one as the paper does."""
 _LIST: dict[str, Any] = {"type": str, "multiple": False, "default": None, "show_default": False}
 _KEPT_BYTES = 2**31
-"""Of distributions in the user's cache folder; in --out all are kept."""
+"""Limit for distributions in the user's cache folder; in --out all are kept."""
 _ORDER = ("independent", "distinct", "greedy", "hybrid", "top", "other")
 
 
@@ -54,7 +54,7 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
     The target answers prompts, and both models' distributions are collected at random positions of the answers. From these the
     command computes the acceptance α of each scheme with n drafts, the optimum α* for its way of drawing, and the gap between
     them (Table 1 of "Towards Optimal Multi-Draft Speculative Decoding"; --sweep draws its Figures 1 and 2). Errors are standard
-    errors over prompts. The distributions stay in --out or in the cache folder, so analyzing another scheme runs no model.
+    errors over prompts. The distributions stay in --out or in the cache folder, so that analyzing more schemes needs no models.
     """
     if sweep is not None and out is None:
         raise UsageError("--sweep needs --out; name a folder for the plots")
@@ -81,8 +81,8 @@ def command(out: Path | None, sweep: str | None, as_json: bool, **options: Any) 
 
 
 def _settings(sweep: str | None, options: dict[str, Any]) -> AnalyzeSettings:
-    """Read the lists and check everything that can be checked without a model."""
-    temperatures, drafts = _USUAL[sweep]
+    """Read the lists, and check everything that needs no model."""
+    temperatures, drafts = _DEFAULTS[sweep]
     options["temperatures"] = numbers("--temperature", options["temperatures"] or temperatures, float, "0.6,1.0")
     options["drafts"] = numbers("--drafts", options["drafts"] or drafts, int, "2,4,8")
     schemes = (options.pop("schemes") or "all").replace(",", " ").split()
@@ -100,7 +100,7 @@ def _report(analysis: "Analysis", rows: list["Row"]) -> dict[str, Any]:
 
 
 def _table(analysis: "Analysis", rows: Sequence["Row"], size: "SampleSize") -> Table:
-    """Return the table of one temperature, a section for each number of drafts; a dash where a scheme takes fewer."""
+    """Return the table of one temperature, with a section per number of drafts; dashes if a scheme cannot take that many."""
     from polydraft.lab.analyze.comparison import drawing_of
     from polydraft.verify import SCHEMES
 
@@ -138,6 +138,6 @@ def _cells(row: "Row", paper_bound: bool) -> list[str]:
 def _figure(value: float | None, error: float | None) -> str:
     if value is None:
         return "-"
-    # Rounding turns 0 into some 1e-17 of either sign.
+    # Rounding errors turn 0 into some 1e-17 of either sign.
     written = f"{value if abs(value) >= 5e-5 else 0.0:.4f}"
     return written if error is None else f"{written} ±{error:.4f}"

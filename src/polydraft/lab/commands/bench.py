@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from polydraft.lab.bench.session import BenchSession
 
 _PAGE = ".html"
-_BEHIND = (
+_EPILOGUE = (
     f"Options of a method, as in mcsd:4x2x1,walk=node: {', '.join(one.short for one in method_options(grams=True))}; "
     "'polydraft generate --help' explains them. Static trees also take attention=flat."
 )
 
 
-@click.group("bench", invoke_without_command=True, epilog=_BEHIND)
+@click.group("bench", invoke_without_command=True, epilog=_EPILOGUE)
 @options_of(PairOptions)
 @options_of(
     BenchOptions,
@@ -46,14 +46,14 @@ _BEHIND = (
     type=click.Choice(["smoke", "page"]),
     default="smoke",
     show_default=True,
-    help="How much --reproduce measures: smoke is a quick try, page is what docs/papers shows.",
+    help="How much --reproduce measures: smoke is a quick test, page is what docs/papers shows.",
 )
 @click.option(
     "--runs",
     default="all",
     show_default=True,
-    help="Which runs of --reproduce: all, counted, timed, or names, separated by commas. Counted runs may share a machine "
-    "and, if each has its own process, --out. With --methods, only these methods are measured.",
+    help="Which runs of --reproduce: all, counted, timed, or names, separated by commas. Processes with counted runs may share "
+    "a machine and --out. With --methods, only these methods are measured.",
 )
 @click.option("--out", type=click.Path(path_type=Path), default=None, help="Folder for results.json and report.html; required.")
 @click.option("--resume", is_flag=True, help="Continue an interrupted run in --out.")
@@ -61,15 +61,14 @@ _BEHIND = (
 def command(context: click.Context, /, **options: Any) -> None:
     """Benchmark methods on the same prompts, interleaved in one process, against plain decoding (ar).
 
-    Methods: ar; auto, which is what polydraft.load does by default; sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH,
-    dynamic:NODES[:DEPTH]; without a draft: self-draft:NUMBERxLENGTH, ngram, lookup, suffix, corpus; combinations such as
-    lookup+mcsd:4x2x1; target-init:WIDTHxDEPTH, which is lossy; beams: beam:W, beam-search:W,
-    dsbd:W,width=..,depth=..,threshold=.. (see docs/beams.md); peers: hf, hf-assisted, hf-lookup, hf-compiled, hf-beam:W,
-    llama.cpp, llama.cpp,lib=PATH (your own build), xllamacpp. At temperature 0, all texts except those of lossy methods, beams
-    and llama.cpp are checked against ar's while measuring.
+    Methods: ar; auto, the default of polydraft.load; sd:LENGTH, mcsd:TREE, fork:WIDTHxDEPTH, dynamic:NODES[:DEPTH]; without a
+    draft: self-draft:NUMBERxLENGTH, ngram, lookup, suffix, corpus; combinations such as lookup+mcsd:4x2x1;
+    target-init:WIDTHxDEPTH, which is lossy; beams: beam:W, beam-search:W, dsbd:W,width=..,depth=..,threshold=.. (see
+    docs/beams.md); peers: hf, hf-assisted, hf-lookup, hf-compiled, hf-beam:W, llama.cpp, llama.cpp,lib=PATH (your own build),
+    xllamacpp. At temperature 0, texts are compared with ar's, except those of lossy methods, beams and llama.cpp.
 
-    To split a long run, start N processes, each with --shard I/N, its own --out and its own cores (taskset), and otherwise the
-    same options; then run `polydraft bench merge OUT DIR...`.
+    To split a long run, start N processes with the same options, but give each its own --shard I/N, --out and cores (taskset);
+    then run `polydraft bench merge OUT DIR...`.
     """
     if context.invoked_subcommand is None:
         given = {name for name in options if context.get_parameter_source(name) is not click.core.ParameterSource.DEFAULT}
@@ -126,11 +125,11 @@ def serve(source: str, out: Path | None, **options: Any) -> None:
 @command.command("merge", short_help="Join the shards of one run.")
 @click.argument("out", type=click.Path(path_type=Path))
 @click.argument("folders", metavar="DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--reproduce", default=None, help="Paper of shards measured with --reproduce: also write its tables.")
+@click.option("--reproduce", default=None, help="Paper that the shards reproduce; also writes its tables.")
 def merge(out: Path, folders: tuple[Path, ...], reproduce: str | None) -> None:
-    """Join the shards in the folders DIR into one benchmark in the new folder OUT, with joint statistics.
+    """Join the shards in the folders DIR into one benchmark in the new folder OUT, with statistics over all of them.
 
-    Give all N shards, finished, and started with the same settings on the same machine.
+    Give all N shards; each must be finished, and all must have been started with the same settings on the same machine.
     """
     from polydraft.lab.bench.reproduction import merge_reproduction
     from polydraft.lab.bench.shards import merge_shards
@@ -165,7 +164,7 @@ def _bench(given: set[str], **options: Any) -> None:
 def _reproduce(
     names: str, size: str, given: set[str], options: dict[str, Any], out: Path, *, resume: bool, runs: list[str]
 ) -> None:
-    """Measure papers again, several in folders of their own, with models that are loaded once."""
+    """Reproduce papers, each in its own folder if there are several; models are loaded once."""
     from polydraft.lab.bench.reproduction import Reproduction, check_choice
     from polydraft.lab.bench.session import Models
     from polydraft.lab.papers import PAPERS
@@ -188,7 +187,7 @@ def _reproduce(
 
 
 def _run(session: "BenchSession", out: Path, resume: bool) -> dict[str, Any]:
-    """Measure once."""
+    """Run one benchmark with a progress bar."""
     total, count = session.runner.total, 0
     with PhaseProgress() as progress:
 
@@ -211,7 +210,7 @@ def _command_line() -> list[str]:
 
 
 def _show(results: dict[str, Any], out: Path) -> None:
-    """Print the table; a wrong text or a failed method ends in an error, once everything is written."""
+    """Print the table; then raise an error if a text is wrong or a method has failed."""
     output_console().print(results_table(results))
     click.echo(f"{out / 'results.json'} and {out / 'report.html'} written")
     differing = [name for name, figures in results["methods"].items() if figures["differences"]]
@@ -224,7 +223,7 @@ def _show(results: dict[str, Any], out: Path) -> None:
 
 
 def _show_reproduction(results: dict[str, dict[str, Any]], out: Path) -> None:
-    """Print a paper's tables, whatever failed, and then say what did."""
+    """Print a paper's tables, then each of its benchmarks, as `_show` does."""
     from polydraft.lab.papers import FILE
 
     click.echo((out / FILE).read_text(encoding="utf-8"))
@@ -253,14 +252,14 @@ def results_table(results: dict[str, Any]) -> Table:
         speed_up = _number(figures["speedup"]) + ("" if low is None else f" ({low:.2f}-{high:.2f})")
         cells = [_number(figures[key]) for key in ("tokens_per_second", "tokens_per_pass", "acceptance_rate")]
         status = _identity(figures) if figures["status"] == "ok" else "failed"
-        told = [sources[name]] if any(sources.values()) else []
-        told += [_number(figures.get("exact_match"))] if graded else []
-        table.add_row(name, cells[0], speed_up, *cells[1:], status, *told)
+        extra = [sources[name]] if any(sources.values()) else []
+        extra += [_number(figures.get("exact_match"))] if graded else []
+        table.add_row(name, cells[0], speed_up, *cells[1:], status, *extra)
     return table
 
 
 def _shares(figures: dict[str, Any]) -> str:
-    """Say what share of the tokens each n-gram cache and draft proposed."""
+    """Write the share of the tokens that each n-gram cache and draft proposed."""
     counts, own = figures.get("tokens_by_source", {}), ("target", "unknown")
     drafted = {source: count for source, count in counts.items() if source not in own}
     return sources_text({source: round(100 * count / sum(counts.values())) for source, count in drafted.items()}, unit=" %")

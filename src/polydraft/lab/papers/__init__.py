@@ -1,8 +1,8 @@
-"""The papers that this package implements: what to run for their tables and figures.
+"""The papers that this package implements: which benchmarks to run for their tables and figures.
 
-`polydraft bench --reproduce NAME` measures a paper again; docs/papers has a page on each: its claims, where each piece is
-implemented, which test proves it, and our measurements. The experiments name methods and read results, so they do not import
-benchmarks. The papers' lossy rules are in `polydraft.papers`.
+`polydraft bench --reproduce NAME` measures a paper again. docs/papers has a page on each: its claims, where each piece is
+implemented, which test proves it, and our measurements. The modules here only name methods and read results, so they do not
+import the benchmarks. The papers' lossy rules are in `polydraft.papers`.
 """
 
 from polydraft.lab.papers.dsbd import DSBD

@@ -1,10 +1,12 @@
 """*Dynamic-Width Speculative Beam Decoding for LLM Inference*: Figures 4 and 5, Tables 1 and 2, without a judge of quality."""
 
+from typing import Any
+
 import numpy as np
 
 from polydraft.lab.charts import Chart, scatter
 from polydraft.lab.estimate import LEAST_PROMPTS, Estimate, verdict
-from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of
+from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, text_of, times
 from polydraft.tune.contest import mean_interval
 
 _MULTINOMIAL = "ar"
@@ -24,7 +26,7 @@ _KNOWN = {
         (4, 6, 2, 0.9, 3),
     )
 }
-"""The paper's grid has W_S from 2 to 6, t of 0.7 and 0.9, W_min from 1 to 3; these are spread over it."""
+"""Settings spread over the paper's grid: W_S from 2 to 6, t of 0.7 and 0.9, W_min from 1 to 3."""
 _FIXED = "dsbd:4,width=8,depth=2"
 _ONE_CACHE = {
     f"one cache, W_S={width}, t={threshold}": f"dsbd:{beams},width={width},depth=3,threshold={threshold},one=cache"
@@ -76,7 +78,7 @@ def _difference(results: Results, method: str, base: str) -> Estimate | None:
 
 
 def _row(name: str, results: Results, method: str) -> list[str]:
-    """Return what the texts are worth, on all prompts, and what they cost, on the timed ones."""
+    """Return a method's row: the likelihood of its texts on all prompts, and their cost on the timed ones."""
     memory = results.figure(_SPEED, method, "peak_memory_bytes")
     return [
         name,
@@ -91,7 +93,7 @@ def _row(name: str, results: Results, method: str) -> list[str]:
 
 
 def _points(results: Results, names: dict[str, str], key: str, sign: int = 1) -> list[tuple[str, float, float]]:
-    """Return label, cost and likelihood of methods that have both."""
+    """Return label, cost and likelihood of the methods for which both were measured."""
     found: list[tuple[str, float, float]] = []
     for label, method in names.items():
         x, y = results.figure(_SPEED, method, key), results.figure(_QUALITY, method, "log_likelihood_per_token")
@@ -115,18 +117,23 @@ def _figure(results: Results, key: str, file: str, across: str, sign: int = 1) -
     return Chart(file, f"Figures 4 and 5: quality against {across}, with the Pareto front of each method", content)
 
 
+def _comparison(results: Results, methods: dict[str, str], **fields: Any) -> Comparison:
+    """Return a table with a row per method."""
+    rows = [_row(name, results, method) for name, method in methods.items()]
+    return Comparison(runs=(_QUALITY, _SPEED), columns=_COLUMNS, ours=rows, **fields)
+
+
 def _pareto(results: Results) -> Comparison:
     joules = any(results.figure(_SPEED, method, "joules_per_token") for method in _BEAMS.values())
     charts = [_figure(results, "tokens_per_second", "figure-4.svg", "tokens per second")]
     if joules:
         across = "joules per token, counted downwards"
         charts += [_figure(results, "joules_per_token", "figure-4-energy.svg", across, sign=-1)]
-    return Comparison(
+    return _comparison(
+        results,
+        _ALL,
         key="pareto",
         title="Figures 4 and 5: quality against speed and energy",
-        runs=(_QUALITY, _SPEED),
-        columns=_COLUMNS,
-        ours=[_row(name, results, method) for name, method in _ALL.items()],
         published_note="SQuAD and Spider, Llama-2-13B and others; the figures print no numbers, the text states the claim",
         published=[["at equal quality DSBD is 1.5 to 1.9 times as fast as beam sampling, with 1.8 to 2.5 times less energy"]],
         remark=_WHAT if joules else f"{_WHAT} {_NO_JOULES.capitalize()}.",
@@ -135,13 +142,11 @@ def _pareto(results: Results) -> Comparison:
 
 
 def _table_1(results: Results) -> Comparison:
-    names = {"SpecInfer": _SPECINFER, "Beam (W=5)": _BEAMS[5]} | _OF_ONE_CACHE
-    return Comparison(
+    return _comparison(
+        results,
+        {"SpecInfer": _SPECINFER, "Beam (W=5)": _BEAMS[5]} | _OF_ONE_CACHE,
         key="table-1",
         title="Table 1: against SpecInfer and beam sampling",
-        runs=(_QUALITY, _SPEED),
-        columns=_COLUMNS,
-        ours=[_row(name, results, method) for name, method in names.items()],
         published_note="MT-Bench; its quality is a judge's score, which is not measured here",
         published_columns=["model", "method", "score", "tokens/s", "J/token"],
         published=[
@@ -156,12 +161,11 @@ def _table_1(results: Results) -> Comparison:
 
 
 def _table_2(results: Results) -> Comparison:
-    return Comparison(
+    return _comparison(
+        results,
+        _REFERENCES | _OF_ONE_CACHE,
         key="table-2",
         title="Table 2: one cache only",
-        runs=(_QUALITY, _SPEED),
-        columns=_COLUMNS,
-        ours=[_row(name, results, method) for name, method in (_REFERENCES | _OF_ONE_CACHE).items()],
         published_note="Llama-2-13B; exact match on SQuAD, execution accuracy on Spider",
         published_columns=["data", "method", "EM / EA", "tokens/s", "J/token"],
         published=[
@@ -203,21 +207,20 @@ def _orderings(results: Results) -> list[list[str]]:
 
 
 def _times(
-    results: Results, claim: str, key: str, factor: float, ours: tuple[str, str], base: tuple[str, str], said: str = ""
+    results: Results, claim: str, key: str, factor: float, ours: tuple[str, str], base: tuple[str, str], note: str = ""
 ) -> list[str]:
-    """Return the row of a claim that a method is so many times as fast as another, or takes as many times less energy."""
+    """Return the row of a claim that a method is `factor` times as fast as another, or takes that much less energy."""
     pair = [(name, results.figure(_SPEED, method, key)) for name, method in (ours, base)]
-    pair = pair if key == "speedup" else pair[::-1]  # of joules, beams should take more
+    pair = pair if key == "speedup" else pair[::-1]  # the larger figure is claimed first: the joules of beam sampling
     (name, more), (other, less) = pair
-    scaled = None if less is None else less.scaled(factor)
     at_all = f"{'faster' if key == 'speedup' else 'less'} at all: {verdict([more, less])}"
-    why = "; ".join(filter(None, (at_all, said)))
-    missing = "; ".join(filter(None, (_NO_JOULES if key != "speedup" else "", said)))
-    return ordering(claim, (name, more), (f"{factor:g} × {other}", scaled), digits=2, why=why, missing=missing)
+    why = "; ".join(filter(None, (at_all, note)))
+    missing = "; ".join(filter(None, (_NO_JOULES if key != "speedup" else "", note)))
+    return ordering(claim, (name, more), times(factor, other, less), digits=2, why=why, missing=missing)
 
 
 def _at_equal_quality(results: Results, width: int) -> list[list[str]]:
-    """Return the rows of the main claim: the fastest dynamic widths that reach this beam sampling's likelihood."""
+    """Return the rows of the main claim, for the fastest dynamic widths that reach the likelihood of this beam sampling."""
     base, beams = _BEAMS[width], f"beam sampling of width {width}"
     claims = {
         "speedup": f"1.5 to 1.9 times as fast as {beams}, at its likelihood",
@@ -230,14 +233,14 @@ def _at_equal_quality(results: Results, width: int) -> list[list[str]]:
     best = max(known, key=lambda label: known[label])
     if known[best] < 0:
         holds = verdict([known[best], Estimate.exactly(0.0)])
-        said = f"none of the settings is as likely; nearest is {best}, by {text_of(known[best], digits=3)}"
-        return [[claim, said, holds, ""] for claim in claims.values()]
+        note = f"none of the settings is as likely; nearest is {best}, by {text_of(known[best], digits=3)}"
+        return [[claim, note, holds, ""] for claim in claims.values()]
     good = [label for label, figure in known.items() if figure >= 0]
     found = max(good, key=lambda label: results.figure(_SPEED, _DYNAMIC[label], "speedup") or 0.0)
-    said = f"the fastest setting that is as likely; its likelihood, minus beams': {text_of(known[found], digits=3)}"
+    note = f"the fastest setting that is as likely; its likelihood, minus beams': {text_of(known[found], digits=3)}"
     ours, beam = (found, _DYNAMIC[found]), (f"W={width}", base)
     factors = {"speedup": 1.5, "joules_per_token": 1.8}
-    return [_times(results, claim, key, factors[key], ours, beam, said) for key, claim in claims.items()]
+    return [_times(results, claim, key, factors[key], ours, beam, note) for key, claim in claims.items()]
 
 
 _SETTINGS = {"top_k": 10, "top_p": 0.8, "log_likelihood": True}

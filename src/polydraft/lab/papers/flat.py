@@ -1,6 +1,6 @@
-"""MCSD's ablation "no tree attention" (Table 4): every root-to-leaf path as a batch row of its own, with a copied cache.
+"""MCSD's ablation "no tree attention" (Table 4): each root-to-leaf path is a separate batch row with a copied cache.
 
-For benchmarks only: it gives the same text at a higher price in time and memory.
+For benchmarks only: the text is the same, at a higher cost in time and memory.
 """
 
 import torch
@@ -14,7 +14,7 @@ from polydraft.trees import Block, Topology, causal_block
 
 
 class FlatModel(LanguageModel):
-    """A target that scores a tree of the given shape, and no other, as a batch of sequences."""
+    """A target that scores trees of one given shape as a batch of sequences."""
 
     graph_obstacle = "every candidate gets a cache of its own in each round"
 
@@ -25,7 +25,7 @@ class FlatModel(LanguageModel):
         self.paths_PD, self.place_of_N2 = _paths(topology, model.device)
 
     def start(self, batch_size: int, capacity: int) -> "FlatContext":
-        """Open an empty memory."""
+        """Return an empty context."""
         return FlatContext(self, batch_size, capacity)
 
     def head(self, features_RF: Tensor) -> Tensor:
@@ -34,7 +34,7 @@ class FlatModel(LanguageModel):
 
 
 class FlatContext(Context):
-    """One cache for the committed text, copied for every candidate sequence in each round."""
+    """One cache for the committed text, copied in each round for every root-to-leaf path."""
 
     always_moves = True
 
@@ -45,7 +45,7 @@ class FlatContext(Context):
         self._candidates: HFContext | None = None
 
     def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
-        """Score a tree path by path, or a plain sequence as it is."""
+        """Score a tree path by path, or a plain sequence without copies."""
         self._share_lengths()
         if block.size == 1 or block.size != self._model.topology.num_nodes:
             if not torch.equal(block.visible_BTU[0], torch.ones_like(block.visible_BTU[0]).tril()):
@@ -81,7 +81,7 @@ class FlatContext(Context):
 
     @property
     def divisible(self) -> bool:
-        """Rows share the committed text's context."""
+        """False, because rows share the committed text's context."""
         return False
 
     def _grow(self, capacity: int) -> None:
@@ -89,7 +89,7 @@ class FlatContext(Context):
 
 
 def _paths(topology: Topology, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return the nodes of each root-to-leaf path, and for each node one (path, depth) at which it stands."""
+    """Return the nodes of each root-to-leaf path, and for each node one (path, depth) where it occurs."""
     paths = []
     for node in range(topology.num_nodes):
         if not topology.children[node]:

@@ -6,7 +6,7 @@ from functools import partial
 from polydraft.lab.charts import Chart, curves, grouped_columns
 from polydraft.lab.estimate import Estimate
 from polydraft.lab.papers.mcsd_pairs import CHAIN, TREE
-from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, run_name, text_of
+from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, contest, ordering, run_name, text_of, times
 from polydraft.lab.theory import improvement_factor
 
 _DEPTH, _WIDTH, _FIGURE_3_WIDTH = 5, 16, 6
@@ -16,9 +16,9 @@ _SMOKE_WIDTHS = (1, 24)
 _TEMPERATURES = (0.0, 1.0)
 _SETS = {"alpaca": "Alpaca", "spec_bench": "spec_bench"}
 _EAGER = ",graphs=no"
-"""Target-initialised trees and decision models cannot be captured as CUDA graphs, so what they are compared with is not."""
+"""Target-initialised trees and decision models cannot be captured as CUDA graphs, so for comparison nothing else is."""
 _TO_RUN = "takes minutes on a GPU: `--runs {}`"
-"""Why counted claims are not measured yet."""
+"""How to measure counted claims that are not measured yet."""
 
 
 def _lossy(width: int, decision: str = "") -> str:
@@ -46,7 +46,7 @@ _TABLE = {
     "the same with P_T2 (probabilities), **lossy**, the complete method": _with_distribution(_WIDTH),
     "fork D = 5, W = 16 below one token of the target, lossless *": _fork(_WIDTH),
 }
-"""The paper's methods, and with a star what it does not run."""
+"""The paper's methods; a star marks methods that are not in the paper."""
 _KINDS: dict[str, Callable[[int], str]] = {
     "target-init": _lossy,
     "target-init, P_T1": _with_hidden,
@@ -71,11 +71,11 @@ _SPEED_RUNS = tuple(run_name("speed", temperature) for temperature in _TEMPERATU
 
 
 def _alpha(results: Results, run: str, method: str) -> Estimate | None:
-    """Return the paper's α: accepted drafts per round over D, for every method; the target's own first tokens are no drafts."""
+    """Return the paper's α for any method: accepted drafts per round over D, not counting first tokens from the target."""
     accepted = results.figure(run, method, "accepted_per_pass")
     if accepted is not None:
         return accepted.scaled(1 / _DEPTH)
-    share = results.figure(run, method, "accepted_share")  # what earlier runs kept: over the drafted path
+    share = results.figure(run, method, "accepted_share")  # earlier runs kept this: relative to the drafted path
     if share is None or "decision" in method:
         return None
     return share.scaled((_DEPTH + 1) / _DEPTH) if method.startswith("target-init") else share
@@ -112,7 +112,7 @@ def _acceptance(results: Results) -> Comparison:
 
 
 def _speed(results: Results) -> Comparison:
-    """Figure 4, and eq. 1 beside what was measured."""
+    """Figure 4, and the prediction of eq. 1."""
     arms = {"plain decoding": "ar" + _EAGER, **dict(zip(_TABLE, _EAGER_ARMS, strict=True))}
     captured = {"plain decoding": "ar", "SD, γ = 5": CHAIN, "MCSD, 4x2x2x1x1": TREE, "fork D = 5, W = 16 *": _fork(_WIDTH)}
     captured["dynamic tree, at most 64 nodes, lossless *"] = _DYNAMIC
@@ -138,7 +138,7 @@ def _speed(results: Results) -> Comparison:
 
 
 def _predicted(results: Results, run: str, method: str) -> float | None:
-    """Return eq. 1's improvement factor of a chain, given its acceptance per token and the measured cost of a round."""
+    """Return eq. 1's improvement factor for a chain, from its acceptance per token and the measured cost of a round."""
     if not method.startswith("sd:"):
         return None
     plain = "ar" + _EAGER if method.endswith(_EAGER) else "ar"
@@ -155,7 +155,7 @@ def _predicted(results: Results, run: str, method: str) -> float | None:
 
 
 def _paths(results: Results) -> Comparison:
-    """Figure 3: which path wins, and how far it goes."""
+    """Figure 3: how often each path wins, and its accepted length then."""
     rows, charts = [], []
     paths = {"": [str(path) for path in range(_FIGURE_3_WIDTH)]}
     for temperature in _TEMPERATURES:
@@ -184,13 +184,13 @@ def _paths(results: Results) -> Comparison:
 
 
 def _branches(results: Results, temperature: float, method: str) -> list[dict[str, Estimate | None]]:
-    """Return share and accepted length of each path; None where not measured."""
+    """Return the share and accepted length of each path; None if not measured."""
     found = results.figures(run_name("spec_bench", temperature), method).get("winning_branches", [])
     return [*found, *[{"share": None, "accepted": None}] * (_FIGURE_3_WIDTH - len(found))][:_FIGURE_3_WIDTH]
 
 
 def _by_width(results: Results) -> Comparison:
-    """Figure 5, left: width against acceptance, of the complete method too."""
+    """Figure 5, left: acceptance by width, of the complete method too."""
     rows, charts = [], []
     for temperature in _TEMPERATURES:
         run, series = run_name("spec_bench", temperature), {}
@@ -216,7 +216,7 @@ def _by_width(results: Results) -> Comparison:
 
 
 def _speed_by_width(results: Results) -> Comparison:
-    """Figure 5, right, and Figure 6: width against speed, with and without decision models, all of it eager."""
+    """Figure 5, right, and Figure 6: speed by width, with and without decision models, all without captures."""
     series = {
         label: [results.figure("speed-t0", method(width), "speedup") for width in _TIMED_WIDTHS]
         for label, method in _TIMED_KINDS.items()
@@ -256,10 +256,9 @@ def _claims_of_acceptance(results: Results) -> list[list[str]]:
         counted = _TO_RUN.format(run_name(prompts, 0.0))
         rows.append(ordering(f"α at T=0: target-initialised, MCSD, SD ({name})", *three, why=lossy, missing=counted))
         for percent, draft in ((40, "larger draft, on average"), (164, "smaller draft")):
-            more = None if mcsd is None else mcsd.scaled(1 + percent / 100)
             claim = f"α at T=0 is {percent} % above MCSD's ({draft}; {name})"
             why = "no α exceeds 1, so the claim needs an MCSD below 0.38" if percent > 100 else lossy
-            pair = ("target-initialised", target), (f"{1 + percent / 100:g} × MCSD", more)
+            pair = ("target-initialised", target), times(1 + percent / 100, "MCSD", mcsd)
             rows.append(ordering(claim, *pair, why=why, missing=counted))
     for temperature in _TEMPERATURES:
         run = run_name("spec_bench", temperature)
@@ -295,8 +294,7 @@ def _claims_of_speed(results: Results) -> list[list[str]]:
     target, mcsd, *_ = (value for _, value in speeds(four))
     rows = [ordering("speed at T=0: target-initialised, MCSD, SD, plain decoding", *speeds(four), digits=2, why=eager)]
     for percent, draft in ((23, "larger draft, on average"), (75, "smaller draft")):
-        more = None if mcsd is None else mcsd.scaled(1 + percent / 100)
-        pair = ("target-initialised", target), (f"{1 + percent / 100:g} × MCSD", more)
+        pair = ("target-initialised", target), times(1 + percent / 100, "MCSD", mcsd)
         rows.append(ordering(f"speed at T=0 is {percent} % above MCSD's ({draft})", *pair, digits=2, why=eager))
     for claim, widths in (
         ("speed rises with the width up to 10 (T=0)", (10, 4, 1)),
@@ -328,16 +326,14 @@ IMPROVED = Paper(
     tables=_tables,
     branches_of=tuple(_FIGURE_3.values()),
     orderings=_orderings,
-    contest=tuple(
-        (label, f"speed-t{temperature}", method)
-        for temperature in (0, 1)
-        for label, method in (
-            ("lossless fork *", _fork(_WIDTH)),
-            ("target-initialised, **lossy**, eager", _lossy(_WIDTH)),
-            ("MCSD, eager", TREE + _EAGER),
-            ("plain decoding, eager", "ar" + _EAGER),
-            ("dynamic tree *", _DYNAMIC),
-        )
+    contest=contest(
+        {
+            "lossless fork *": _fork(_WIDTH),
+            "target-initialised, **lossy**, eager": _lossy(_WIDTH),
+            "MCSD, eager": TREE + _EAGER,
+            "plain decoding, eager": "ar" + _EAGER,
+            "dynamic tree *": _DYNAMIC,
+        }
     ),
 )
 PAPERS.register("improved")(IMPROVED)

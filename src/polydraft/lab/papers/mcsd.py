@@ -1,21 +1,21 @@
-"""*Multi-Candidate Speculative Decoding*: Tables 2 and 4, Figures 3 to 5; `mcsd_pairs` has Tables 1, 3 and 5 to 7."""
+"""*Multi-Candidate Speculative Decoding*: Tables 2 and 4, Figures 3 to 5. Tables 1, 3 and 5 to 7 are in `mcsd_pairs`."""
 
 from polydraft.lab.charts import Chart, curves, grouped_columns
 from polydraft.lab.papers.mcsd_pairs import CHAIN, RUNS, SETS, TEMPERATURES, TREE, pair_claims, pairs_table
-from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, run_name, text_of
+from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, contest, ordering, run_name, text_of
 
 _WIDTHS = (1, 2, 4, 8, 16, 32)
 _COUNTED_RUNS = tuple(run_name(prompts, temperature) for prompts in SETS for temperature in TEMPERATURES)
 
 
 def _tree(shape: object, scheme: str = "rrs-wor") -> str:
-    """Name the paper's own way of verifying a tree, whatever is the default here."""
+    """Return the method for a tree verified as in the paper, whatever our default is."""
     return f"mcsd:{shape},scheme={scheme},walk=node"
 
 
 _CHAINS = tuple(f"sd:{length},scheme=speculative,walk=node" for length in (1, 2, 3, 5, 7, 10))
 _TREES = tuple(map(_tree, ("4x2x2x1x1", "8x2x1x1", "16x1x1", "2x2x2x1x1", "4x2x2x1", "4x2x2", "8x2x1", "8x2x2")))
-# γ = 2 (Fig. 4): each budget K with its falling and its rising configuration.
+# γ = 2 (Fig. 4): each budget K with its configurations, from falling to rising widths.
 _BUDGETS = {8: ("4x2", "2x4"), 16: ("8x2", "4x4", "2x8"), 32: ("16x2", "8x4", "4x8", "2x16")}
 assert CHAIN in _CHAINS and TREE in _TREES
 _ABLATION = {
@@ -24,7 +24,7 @@ _ABLATION = {
     "MCNS, tree attention": _tree("8x2x1x1", "naive"),
     "SD, γ = 4": "sd:4,scheme=speculative,walk=node",
 }
-# Copied caches cannot be captured, so tree attention is timed without captures too.
+# Copied caches cannot be captured, so for comparison tree attention is timed without captures too.
 _EAGER, _FLAT = (f"{_tree('8x2x1x1')},{how}" for how in ("graphs=no", "attention=flat"))
 _UNCAPTURED = {
     "MCSS without replacement, tree attention": _EAGER,
@@ -72,9 +72,9 @@ def _acceptance_by_width(results: Results) -> Comparison:
 
 
 def _best(results: Results, temperature: float, methods: tuple[str, ...], least: int = 1) -> tuple[str, float | None]:
-    """Return the fastest of some methods, which is what the paper's search reports, with its speed-up.
+    """Return the fastest of some methods with its speed-up, as the paper's search does.
 
-    Of fewer than `least` that were timed, none is the fastest.
+    Return no method if fewer than `least` were timed.
     """
     found = {method: results.figure(f"speed-t{temperature:g}", method, "speedup") for method in methods}
     known = {method: value for method, value in found.items() if value is not None}
@@ -85,11 +85,11 @@ def _best(results: Results, temperature: float, methods: tuple[str, ...], least:
 
 
 def _speed(results: Results) -> Comparison:
-    rows, said = [], []
+    rows, winners = [], []
     for temperature in TEMPERATURES:
         best = [_best(results, temperature, methods, least=2) for methods in (_CHAINS, _SEARCHED)]
         if None not in (best[0][1], best[1][1]):
-            said.append(f"at T={temperature:g} {' and '.join(f'`{name}` ({text_of(value)}×)' for name, value in best)}")
+            winners.append(f"at T={temperature:g} {' and '.join(f'`{name}` ({text_of(value)}×)' for name, value in best)}")
         for name in ("ar", *_CHAINS, *_SEARCHED):
             efficiency = [results.text(run_name(prompts, temperature), name, "tokens_per_pass") for prompts in SETS]
             speed = results.text(f"speed-t{temperature:g}", name, "speedup", "×")
@@ -114,7 +114,7 @@ def _speed(results: Results) -> Comparison:
             ["WMT", "MCSD (8x2x1 / 16x2)", "1", "1.72×", "2.08", "1.42×", "1.70"],
         ],
         remark="The paper searches for the best γ and the best configuration, k ∈ {1, 2, 4, 8, 16, 32} and K ≤ 32."
-        + (f" Of the chains and trees above, the fastest of each: {'; '.join(said)}." if said else ""),
+        + (f" Of the chains and trees above, the fastest of each: {'; '.join(winners)}." if winners else ""),
     )
 
 
@@ -153,7 +153,7 @@ def _figure_4(results: Results) -> Chart:
         for temperature in TEMPERATURES
     }
     groups = {f"K = {budget}": shapes for budget, shapes in _BUDGETS.items()}
-    # A pass without any draft yields one token, so columns stand on 1.
+    # Columns stand on 1, because a pass without drafts yields one token.
     content = grouped_columns(series, groups, base=1.0, across="k-configuration, by budget K", up="block efficiency τ")
     return Chart("figure-4.svg", "Figure 4: block efficiency τ of each k-configuration, by budget K", content)
 
@@ -240,10 +240,6 @@ MCSD = Paper(
     ),
     tables=_tables,
     orderings=_orderings,
-    contest=tuple(
-        (label, f"speed-t{temperature}", method)
-        for temperature in (0, 1)
-        for label, method in (("plain decoding", "ar"), ("SD, γ = 5", CHAIN), ("MCSD", TREE))
-    ),
+    contest=contest({"plain decoding": "ar", "SD, γ = 5": CHAIN, "MCSD": TREE}),
 )
 PAPERS.register("mcsd")(MCSD)

@@ -1,22 +1,22 @@
-"""MCSD's Tables 1, 3, 5 to 7 in kind: how sizes, kinship and fine-tuning of draft and target affect acceptance.
+"""MCSD's Tables 1, 3, 5 to 7 in kind: how the sizes of draft and target, their kinship and fine-tuning affect acceptance.
 
-Drafts of the bundled target are its own first layers, in any number. The other pairs are real: `benchmarks/mcsd_pairs.py` puts
-their weights and drafts into the folder `models`, and without them their runs are left out.
+Drafts for the bundled target are its own first layers, in several numbers. The other pairs are separate models:
+`benchmarks/mcsd_pairs.py` puts them into the folder `models`, and without them their runs are left out.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from polydraft.lab.estimate import Estimate
+from polydraft.lab.estimate import Estimate, difference
 from polydraft.lab.papers.paper import Comparison, Results, Run, ordering, run_name, text_of
 
 FOLDER = "models"
-"""Where weights and drafts of real pairs are, as seen from where the benchmark runs."""
+"""Folder with the models of the other pairs, relative to the working directory of the benchmark."""
 QWEN, TINY_LLAMA = (
     f"{FOLDER}/{name}" for name in ("qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", "tinyllama-1.1b-chat-v1.0.IQ2_XXS.gguf")
 )
 QWEN_DRAFTS = {"30m": (3, 192), "120m": (4, 640)}
-"""Layers and width of the drafts that are distilled from Qwen2.5-Coder, by what they hold with its 152k embeddings."""
+"""Layers and width of the drafts distilled from Qwen2.5-Coder, by number of parameters, its 152k embeddings included."""
 STORIES, STORIES_TUNED = f"{FOLDER}/stories15M", f"{FOLDER}/stories15M-tuned"
 ONE, FOUR = (f"mcsd:{width},scheme=rrs-wor,walk=node" for width in (1, 4))
 CHAIN, TREE = "sd:5,scheme=speculative,walk=node", "mcsd:4x2x2x1x1,scheme=rrs-wor,walk=node"
@@ -29,14 +29,14 @@ class Pair:
 
     name: str
     about: str
-    """Both in words."""
+    """Names of both models, for tables."""
     draft: str
     target: str | None = None
-    """The benchmark's own where there is none; speed is then measured elsewhere."""
+    """None for the benchmark's own target, whose speed is not measured here."""
 
     @property
     def runs(self) -> tuple[Run, ...]:
-        """Acceptance on both sets, and speed, at both temperatures."""
+        """Runs that count acceptance on both sets of prompts, and time the pair, at both temperatures."""
         settings = {"draft": self.draft} | ({} if self.target is None else {"target": self.target})
         needs = () if self.target is None else (self.target, self.draft)
         more: dict[str, Any] = {"settings": settings, "needs": needs}
@@ -48,7 +48,7 @@ class Pair:
         return tuple(replace(run, name=f"{self.name}-{run.name}") for run in (*counted, *timed))
 
     def run(self, what: str, temperature: float) -> str:
-        """Name a run."""
+        """Return the name of a run of this pair."""
         return f"{self.name}-{run_name(what, temperature)}"
 
 
@@ -73,7 +73,7 @@ RUNS = tuple(run for pair in PAIRS for run in pair.runs)
 
 
 def pairs_table(results: Results) -> Comparison:
-    """Return acceptance and speed of all pairs."""
+    """Return the table with acceptance and speed of all pairs."""
     rows = []
     for pair in PAIRS:
         for temperature in TEMPERATURES:
@@ -117,14 +117,13 @@ def _widths(results: Results, run: str) -> str:
 
 
 def pair_claims(results: Results) -> list[list[str]]:
-    """Return the rows of what the paper says of sizes, kinship and fine-tuning."""
+    """Return the rows of the paper's claims about sizes, kinship and fine-tuning."""
 
     def alpha(pair: Pair, method: str = ONE) -> Estimate | None:
         return results.figure(pair.run("alpaca", 1.0), method, "acceptance_rate")
 
     def gained(pair: Pair) -> Estimate | None:
-        one, four = alpha(pair), alpha(pair, FOUR)
-        return None if one is None or four is None else four.minus(one)
+        return difference(alpha(pair, FOUR), alpha(pair))
 
     layers = [(f"{count} layers", alpha(pair)) for count, pair in zip(_LAYERS, FIRST_LAYERS, strict=True)]
     sizes = [(size.upper(), alpha(pair)) for size, pair in zip(QWEN_DRAFTS, DISTILLED, strict=True)]

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from polydraft.lab.charts import Chart, curves
-from polydraft.lab.estimate import LEAST_PROMPTS, Estimate
+from polydraft.lab.estimate import LEAST_PROMPTS, Estimate, difference
 from polydraft.lab.papers.paper import PAPERS, Comparison, DistributionRun, Paper, Results, Run, ordering, run_name, text_of
 
 _SPARSE = (
@@ -25,7 +25,7 @@ _SCHEMES = {
     "hybrid *": "scheme=hybrid,walk=node",
     "hybrid, block verification *": "scheme=hybrid,walk=block",
 }
-"""The paper's methods, which verify node by node, and with a star what it does not run."""
+"""The paper's methods, which verify node by node; a star marks methods that are not in the paper."""
 _TEMPERATURES = (0.1, 0.6, 1.0)
 _COUNTED_RUNS = tuple(run_name("spec_bench", temperature) for temperature in _TEMPERATURES)
 _TIMED_TEMPERATURES = (0.1, 1.0)
@@ -54,9 +54,7 @@ _DISTRIBUTION_ROWS = {
     "top + independent: `hybrid` *": ("hybrid", "acceptance"),
     "top + independent: α* *": ("hybrid", "optimum"),
 }
-"""How drafts are drawn and verified, and where the figure stands in a row of the analysis."""
-
-
+"""Rows of our Table 1: how drafts are drawn and verified, and the scheme and key of the figure in the analysis."""
 _TABLE_1 = [
     ["independent", "RRS", "85.4 (−1.5) / 77.3 (−3.3) / 70.6 (−1.5)", "71.6 (−1.5) / 65.3 (−2.2) / 59.8 (−1.0)",
      "63.4 (−1.0) / 56.7 (−1.1) / 32.9 (−0.2)", "59.6 (−1.0) / 46.7 (−1.6) / 38.3 (−0.4)"],
@@ -100,15 +98,21 @@ _METHODS = tuple(
 )
 
 
+def _with_ratio(results: Results, run: str, tree: str, name: str, key: str) -> tuple[Estimate | None, Estimate | None]:
+    """Return a scheme's figure, and its ratio to that of RRS with replacement on the same tree; None for RRS itself."""
+    options = _SCHEMES[name]
+    own, base = (results.figure(run, _method(tree, one), key) for one in (options, _BASE))
+    return own, own.over(base) if own and base and options != _BASE else None
+
+
 def _rows(results: Results, key: str) -> list[list[str]]:
-    """Return a figure for each tree, and how it compares with RRS with replacement there."""
+    """Return a figure for each tree, and its ratio to that of RRS with replacement."""
     rows = []
     for temperature, run in zip(_TEMPERATURES, _COUNTED_RUNS, strict=True):
-        for name, options in _SCHEMES.items():
+        for name in _SCHEMES:
             cells = []
             for tree in _TREES.values():
-                own, base = (results.figure(run, _method(tree, one), key) for one in (options, _BASE))
-                ratio = own.over(base) if own and base and options != _BASE else None
+                own, ratio = _with_ratio(results, run, tree, name, key)
                 cells += [text_of(own, digits=3 if key == "acceptance_rate" else 2), text_of(ratio, "×")]
             rows.append([f"{temperature:g}", name, *cells])
     return rows
@@ -143,10 +147,8 @@ def _speed(results: Results) -> Comparison:
     for name in _TIMED:
         row = [name]
         for temperature in _TIMED_TEMPERATURES:
-            run, method = run_name("speed", temperature), _method(_TIMED_TREE, _SCHEMES[name])
-            own, base = (results.figure(run, one, "speedup") for one in (method, _method(_TIMED_TREE, _BASE)))
-            ratio = own.over(base) if own and base and name != "RRS with replacement" else None
-            row += [text_of(own, "×"), text_of(ratio, "×")]
+            pair = _with_ratio(results, run_name("speed", temperature), _TIMED_TREE, name, "speedup")
+            row += [text_of(one, "×") for one in pair]
         rows.append(row)
     return Comparison(
         key="speed",
@@ -172,7 +174,7 @@ def _efficiency(results: Results) -> Comparison:
 
 
 def _row(results: Results, run: str, scheme: str, temperature: float, drafts: int) -> dict[str, Any]:
-    """Return all figures of a scheme in an analysis; none where it was not measured."""
+    """Return all figures of a scheme in an analysis; empty if it was not measured."""
     for row in results.get(run, {}).get("rows", []):
         if (row["scheme"], row["drafts"]) == (scheme, drafts) and abs(row["temperature"] - temperature) < 1e-9:
             return dict(row)
@@ -193,14 +195,14 @@ def _distribution(
 def _gain(
     results: Results, run: str, one: str, other: str, key: str = "acceptance", *, temperature: float = 0.7, drafts: int = 3
 ) -> Estimate | None:
-    """Return by how much one scheme's figure exceeds another's on the same prompts, with the interval of that difference."""
+    """Return by how much one scheme's figure exceeds another's on the same prompts, with the interval of the difference."""
     rows = [_row(results, run, scheme, temperature, drafts) for scheme in (one, other)]
     parts = [np.array(row.get(f"{key}_by_prompt") or []) for row in rows]
     if min(map(len, parts)) >= LEAST_PROMPTS:
         gains_C = parts[0] - parts[1]
         return Estimate.of_mean(float(gains_C.mean()), float(gains_C.std(ddof=1)) / math.sqrt(len(gains_C)))
     both = [_distribution(results, run, scheme, key, temperature=temperature, drafts=drafts) for scheme in (one, other)]
-    return None if both[0] is None or both[1] is None else both[0].minus(both[1])
+    return difference(*both)
 
 
 def _in_percent(value: Estimate | None, sign: int = 1) -> str:
@@ -289,7 +291,7 @@ def _orderings(results: Results) -> list[list[str]]:
 
 
 def _claims_of_table_1(results: Results) -> list[list[str]]:
-    """Compare verifiers with their optima, and ways of drawing with each other, on each set."""
+    """Return claims that compare verifiers with their optima, and ways of drawing with each other, on each set."""
     none, rows = Estimate.exactly(0.0), []
     for name, run in _DISTRIBUTIONS.items():
         where = f"({name}, T=0.7, 3 drafts)"
@@ -306,17 +308,15 @@ def _claims_of_table_1(results: Results) -> list[list[str]]:
             "Greedy accepts more than K-SEQ": ("Greedy − K-SEQ", _gain(results, run, "greedy", "kseq")),
         }  # fmt: skip
         rows += [ordering(f"{claim} {where}", figure, ("against", none)) for claim, figure in found.items()]
-        claim, why = (
-            "Greedy accepts more than any verifier of distinct drafts",
-            "α* here is that of sequential drawing, theirs not",
-        )
-        best = _gain(results, run, "greedy", "rrs-wor", "optimum")  # its own α*, which it reaches
+        claim = "Greedy accepts more than any verifier of distinct drafts"
+        why = "α* here is that of sequential drawing, theirs not"
+        best = _gain(results, run, "greedy", "rrs-wor", "optimum")  # Greedy reaches its own α*
         rows.append(ordering(f"{claim} {where}", ("Greedy − α*", best), ("against", none), why=why))
     return rows
 
 
 def _claims_of_figures(results: Results) -> list[list[str]]:
-    """How α and the gaps move with the temperature and the number of drafts."""
+    """Return claims on how α and the gaps change with the temperature and the number of drafts."""
     hot, many, none = _BY_TEMPERATURE, _BY_DRAFTS, Estimate.exactly(0.0)
     again = "the sweeps were made without K-SEQ; takes minutes on a GPU: `--runs {}`"
     low, high, rows = _SWEPT_TEMPERATURES[0], _SWEPT_TEMPERATURES[-1], []
@@ -340,7 +340,7 @@ def _claims_of_figures(results: Results) -> list[list[str]]:
 
 
 def _claims_of_trees(results: Results) -> list[list[str]]:
-    """Whole trees: what Greedy brings at each temperature, counted and timed."""
+    """Return claims on whole trees: what Greedy gains at each temperature, counted and timed."""
 
     def figure(run: str, tree: str, name: str, key: str) -> tuple[str, Estimate | None]:
         return name, results.figure(run, _method(tree, _SCHEMES[name]), key)
@@ -353,8 +353,7 @@ def _claims_of_trees(results: Results) -> list[list[str]]:
         rows.append(ordering(f"τ at T=0.1: Greedy, RRS without, with ({tree})", *found, digits=2))
         leads = []
         for run in (cool, warm):
-            one, other = (figure(run, shape, name, "tokens_per_pass")[1] for name in (greedy, without))
-            leads.append(None if one is None or other is None else one.minus(other))
+            leads.append(difference(*(figure(run, shape, name, "tokens_per_pass")[1] for name in (greedy, without))))
         claim = f"what Greedy gains in τ over RRS without replacement falls with T ({tree})"
         rows.append(ordering(claim, ("T=0.1", leads[0]), ("T=1", leads[1]), digits=2))
     sparse = _TREES["EAGLE's sparse tree"]
@@ -392,8 +391,8 @@ OPTIMAL = Paper(
     tables=_tables,
     orderings=_orderings,
     contest=tuple(
-        (label, run_name("speed", 1.0), _method(_TIMED_TREE, _SCHEMES[name]))
-        for label, name in (("Greedy", "Greedy"), ("hybrid, block verification *", "hybrid, block verification *"))
+        (name, run_name("speed", 1.0), _method(_TIMED_TREE, _SCHEMES[name]))
+        for name in ("Greedy", "hybrid, block verification *")
     ),
 )
 PAPERS.register("optimal")(OPTIMAL)

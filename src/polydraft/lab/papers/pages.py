@@ -1,4 +1,4 @@
-"""Keeps the few figures that a paper's tables need, and writes its tables and charts."""
+"""Keep the few figures that a paper's tables need, and write its tables and charts."""
 
 import json
 import re
@@ -11,7 +11,7 @@ from polydraft.lab.papers.paper import Comparison, Paper, Results, table
 from polydraft.output import write_text
 
 FILE = "reproduction.md"
-"""All tables of a reproduction, in its folder."""
+"""Name of the file with all tables of a reproduction, in its folder."""
 _KEPT = (
     "prompts",
     "tokens_per_pass",
@@ -24,13 +24,13 @@ _KEPT_OF_TIME = ("tokens_per_second", "speedup", "joules_per_token", "replayed_s
 _KEPT_OF_CATEGORIES = ("tokens_per_pass",)
 _BRANCHES = 8
 _MOST_RUNS = 6
-"""Of a table whose command names them."""
+"""A section gets the command that repeats it only if it is made from at most this many runs."""
 CLAIM_COLUMNS = ("what it says", "here, 95 % interval", "holds", "why")
 _INTERVALS = "In brackets: 95 % intervals over prompts."
 
 
 def keep(results: Mapping[str, Any], paper: Paper, *, timed: bool) -> dict[str, Any]:
-    """Return the few figures of a `results.json` that a paper's tables need, rounded; times only of timed runs."""
+    """Return the few figures of a `results.json` that a paper's tables need, rounded; speeds are for timed runs only."""
     settings, machine = results["settings"], results["machine"]
     categories = paper.by_category and not timed and len(settings["prompts"]["categories"]) > 1
     keys = (*_KEPT, *(_KEPT_OF_TIME if timed else ()))
@@ -58,7 +58,7 @@ def keep(results: Mapping[str, Any], paper: Paper, *, timed: bool) -> dict[str, 
 
 
 def _chosen(figures: Mapping[str, Any], keys: Sequence[str]) -> dict[str, Any]:
-    """Return some figures that are known, with their intervals."""
+    """Return the figures under `keys` that are known, with their intervals."""
     ends = [f"{key}{end}" for key in keys for end in ("", "_low", "_high")]
     return {key: _rounded(figures[key]) for key in ends if figures.get(key) not in (None, [])}
 
@@ -73,12 +73,12 @@ def _rounded(value: Any) -> Any:
 
 
 def read_kept(path: Path) -> Results:
-    """Read a paper's file of kept figures."""
+    """Read the figures that `write_kept` wrote."""
     return Results(json.loads(path.read_text(encoding="utf-8")))
 
 
 def write_kept(results: Results, path: Path) -> None:
-    """Write it, one method per line, so that diffs can be read."""
+    """Write a paper's figures as JSON, with a line per method, so that diffs are readable."""
     lines = []
     for name, run in results.items():
         lines.append(f' {json.dumps(name)}: {{\n  "settings": {json.dumps(run["settings"], ensure_ascii=False)},')
@@ -92,19 +92,19 @@ def write_kept(results: Results, path: Path) -> None:
 
 
 def charts(paper: Paper, results: Results) -> list[Chart]:
-    """Return the charts of what was measured."""
+    """Return a paper's charts, except those without figures."""
     return [one for comparison in paper.tables(results) if measured(comparison) for one in comparison.charts]
 
 
 def measured(comparison: Comparison) -> list[Sequence[str]]:
-    """Return the rows that are complete or have at least one figure; the first column is a label."""
+    """Return the rows of our figures, except those without any; the first column is a label."""
     return [row for row in comparison.ours if "–" not in " ".join(row) or any(re.search(r"\d\.\d", cell) for cell in row[1:])]
 
 
 def section(comparison: Comparison, results: Results, charts_in: str = "", name: str | None = None) -> list[str]:
-    """Write a comparison in Markdown, ours and the published figures in separate tables, or that nothing was measured.
+    """Write a comparison in Markdown: our figures, if any, and the published ones.
 
-    With the name of the paper, the command comes with it that measures just that again.
+    Given the paper's `name`, add the command that measures just this again.
     """
     lines = ["**Ours**: not measured yet."]
     if rows := measured(comparison):

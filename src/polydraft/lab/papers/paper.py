@@ -1,6 +1,6 @@
-"""A paper: what to run for its tables and figures, and the tables to make of what was measured.
+"""A paper's experiments: what to run for its tables and figures, and how to make these from the results.
 
-What it claims, where each piece of it lives and which test proves it stands on its page in docs/papers.
+Its page in docs/papers says what it claims, where each piece is implemented and which test proves it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +13,7 @@ from polydraft.lab.estimate import Estimate, Verdict, bounds, verdict, with_inte
 from polydraft.registry import Registry
 
 REPEATED = f"{BASELINE},arm=2"
-"""Plain decoding as a second arm of every timed run, which shows how much the machine's speed varies."""
+"""Plain decoding once more, as a second arm of every timed run: shows how much the machine's speed varies."""
 
 
 def run_name(prompts: str, temperature: float) -> str:
@@ -28,23 +28,23 @@ class Run:
     name: str
     """Name of its folder."""
     prompts: str
-    """Which set, if `--prompts` is a folder of several."""
+    """Name of the prompt set, if `--prompts` is a folder of several."""
     temperature: float
     methods: tuple[str, ...]
     more: tuple[str, ...] = ()
-    """Further methods, which a smoke run leaves out."""
+    """Further methods, which smoke runs leave out."""
     timed: bool = False
-    """Whether speed counts: few texts, one at a time, on a GPU with a target of 7B's size. Otherwise acceptance is counted."""
+    """True to measure speed: few texts, one at a time, and on a GPU a 7B-sized target. False to count acceptance."""
     seeds: bool = False
-    """Whether texts are drawn with several seeds, because their quality is compared."""
+    """Whether to use several seeds, because the quality of texts is compared."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Further options of the benchmark; those that the user gives take precedence."""
+    """Further options of the benchmark; the user's options take precedence."""
     needs: tuple[str, ...] = ()
-    """Files and folders without which the run is left out."""
+    """Files and folders that the run needs; without them it is left out."""
 
     @classmethod
     def of_acceptance(cls, prompts: str, temperatures: Sequence[float], methods: tuple[str, ...], **more: Any) -> "list[Run]":
-        """Return runs on one set of prompts that count acceptance."""
+        """Return one run per temperature, on one set of prompts, that counts acceptance."""
         names = {run_name(prompts, temperature): temperature for temperature in temperatures}
         return [cls(name=name, prompts=prompts, temperature=one, methods=methods, **more) for name, one in names.items()]
 
@@ -56,7 +56,7 @@ class Run:
 
     @property
     def arms(self) -> tuple[str, ...]:
-        """All methods to measure, with plain decoding twice if speed counts."""
+        """All methods to measure; a timed run has plain decoding twice."""
         repeated = (REPEATED,) if self.timed and BASELINE in self.methods else ()
         return (*dict.fromkeys((*self.methods, *self.more)), *repeated)
 
@@ -77,7 +77,7 @@ class DistributionRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Size:
-    """How much a reproduction measures; options that the user gives take precedence."""
+    """How much a reproduction measures; the user's options take precedence."""
 
     prompts: int
     tokens: int
@@ -85,15 +85,15 @@ class Size:
     timed_prompts: int
     timed_tokens: int
     positions: int
-    """Of one `DistributionRun`, for each temperature, as far as the answers are long enough."""
+    """Most positions of a `DistributionRun` per temperature."""
     answer_tokens: int
-    """Most tokens of an answer there."""
+    """Most tokens of an answer in a `DistributionRun`."""
     whole: bool = True
-    """Whether to measure all methods of a run."""
+    """Whether to measure all methods of a run, `more` included."""
     seeds: int = 1
-    """Of runs whose texts are compared."""
+    """Number of seeds of runs with `seeds`."""
     energy_seconds: float = 0.0
-    """Of one reading of a timed method's energy."""
+    """Length of an energy reading of a timed method."""
 
 
 SIZES = {
@@ -110,42 +110,42 @@ SIZES = {
         energy_seconds=3.0,
     ),
 }
-"""`smoke` tries everything in a minute or a few; `page` is what the pages in docs/papers show."""
+"""`smoke` tries everything within a few minutes; `page` makes the figures of the pages in docs/papers."""
 LARGE_TARGET = "inflated:7b"
 """Target of timed runs on a GPU: the bundled model's texts at the cost of 7B parameters."""
 MEANINGS = {
     LARGE_TARGET: f"`{LARGE_TARGET}` has the layers and so the cost of a Llama of 7B parameters, but computes the logits of "
     "the bundled 135M model: acceptance is that of the small pair, time and energy are those of a 7B target with a small draft."
 }
-"""Explanations of targets' names, given wherever they occur."""
+"""Explanations of target names, printed wherever a table has such a target."""
 
 
 class Results(dict[str, dict[str, Any]]):
-    """What was measured, by run: `settings`, and `methods` or, of a `DistributionRun`, `rows`. Other runs are missing."""
+    """Figures by run: its `settings`, and its `methods` or, for a `DistributionRun`, `rows`. Runs not measured are missing."""
 
     def figures(self, run: str, method: str) -> dict[str, Any]:
-        """Return all figures of a method; none where it was not measured."""
+        """Return all figures of a method; empty if it was not measured."""
         return with_intervals(self.get(run, {}).get("methods", {}).get(method, {}))
 
     def figure(self, run: str, method: str, key: str, category: str | None = None) -> Estimate | None:
-        """Return a figure, overall or of one category; None where it was not measured."""
+        """Return a figure, overall or of one category; None if it was not measured."""
         figures = self.figures(run, method)
         value = (figures if category is None else figures.get("categories", {}).get(category, {})).get(key)
         return value if value is None or isinstance(value, Estimate) else Estimate(value)
 
     def text(self, run: str, method: str, key: str, unit: str = "", digits: int = 2) -> str:
-        """Write a figure with its interval for a table; a dash where there is none."""
+        """Write a figure with its interval for a table, or a dash if it was not measured."""
         return text_of(self.figure(run, method, key), unit, digits)
 
     def drift(self, *runs: str) -> str:
-        """Say what plain decoding gains over itself in timed runs, if that was measured."""
+        """Write the speed-up of plain decoding over itself in timed runs, if that was measured."""
         found = {run: self.figure(run, REPEATED, "speedup") for run in runs}
-        said = [f"{text_of(value, '×')} in {run}" for run, value in found.items() if value is not None]
-        return f"Plain decoding against itself, as a second arm: {', '.join(said)}." if said else ""
+        gains = [f"{text_of(value, '×')} in {run}" for run, value in found.items() if value is not None]
+        return f"Plain decoding against itself, as a second arm: {', '.join(gains)}." if gains else ""
 
     def about(self, *runs: str) -> str:
         """Describe models, machine and prompts of runs; runs that differ only in prompts share a sentence."""
-        said: dict[str, list[str]] = {}
+        described: dict[str, list[str]] = {}
         for name in runs:
             settings = self.get(name, {}).get("settings")
             if settings:
@@ -156,65 +156,70 @@ class Results(dict[str, dict[str, Any]]):
                 how += f", {settings['created']}" if "created" in settings else ""
                 what = f"{settings['prompts']} prompts of {settings['source']}"
                 what += f" with {settings['positions']} positions" if "positions" in settings else ""
-                if what not in (places := said.setdefault(how, [])):
+                if what not in (places := described.setdefault(how, [])):
                     places.append(what)
-        return "; ".join(f"{how}, {', '.join(places)}" for how, places in said.items()) or "not measured"
+        return "; ".join(f"{how}, {', '.join(places)}" for how, places in described.items()) or "not measured"
 
     def meanings(self, *runs: str) -> list[str]:
-        """Explain the names of targets that need it."""
+        """Return explanations of the runs' targets, for those that need one."""
         targets = {self.get(run, {}).get("settings", {}).get("target") for run in runs}
         return [meaning for name, meaning in MEANINGS.items() if name in targets]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One table or figure: what we measured, and beside it what was published."""
+    """One table or figure of a paper: our measurements beside the published ones."""
 
     key: str
-    """Its mark on the paper's page."""
+    """Marks its place on the paper's page."""
     title: str
     runs: tuple[str, ...]
-    """Runs that it is made of."""
+    """Runs that it is made from."""
     columns: Sequence[str]
     ours: Sequence[Sequence[str]]
     published_note: str = ""
     """The models and the machine of the published figures."""
     published_columns: Sequence[str] = ("claim",)
     published: Sequence[Sequence[str]] = ()
-    """Figures, or claims where the paper prints none; nothing where another table has them."""
+    """Published figures, or claims if the paper prints no figures; empty if another table has them."""
     remark: str = ""
-    """What our figures say about the paper's claim."""
+    """A note below the table on what our figures mean."""
     charts: Sequence[Chart] = ()
     """Our figures as the paper draws its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Paper:
-    """What to run, and the tables to make of it."""
+    """What to run for a paper, and how to make its tables."""
 
     title: str
     runs: tuple[Run | DistributionRun, ...]
     tables: Callable[[Results], list[Comparison]]
     contest: tuple[tuple[str, str, str], ...] = ()
-    """Its methods in the table of all papers: label, timed run and method."""
+    """Its rows in the table that compares all papers: label, timed run and method."""
     by_category: bool = False
     """Whether its tables have rows by category of prompts."""
     branches_of: tuple[str, ...] = ()
     """Methods whose winning branches its tables show."""
     orderings: Callable[[Results], list[list[str]]] = lambda results: []
-    """Its headline claims, all of them, as rows of `ordering`."""
+    """Returns all its headline claims, as rows made by `ordering`."""
 
 
 PAPERS: Registry[Paper] = Registry("paper")
 
 
+def contest(methods: Mapping[str, str]) -> tuple[tuple[str, str, str], ...]:
+    """Return `Paper.contest` for methods by label that are timed at both temperatures, 0 and 1."""
+    return tuple((label, run_name("speed", one), method) for one in (0.0, 1.0) for label, method in methods.items())
+
+
 def text_of(value: float | None, unit: str = "", digits: int = 2) -> str:
-    """Write a figure for a table, ``2.52 [2.41, 2.63]``; a dash where there is none."""
+    """Write a figure for a table as ``2.52 [2.41, 2.63]``; None becomes a dash."""
     if value is None:
         return "–"
     ends = bounds(value)
     spread = f" [{ends[0]:z.{digits}f}, {ends[1]:z.{digits}f}]" if ends is not None and ends[0] < ends[1] else ""
-    return f"{value:z.{digits}f}{unit}{spread}"  # without a sign on what rounds to 0
+    return f"{value:z.{digits}f}{unit}{spread}"  # z: no minus sign on a figure that rounds to 0
 
 
 def ordering(
@@ -227,11 +232,17 @@ def ordering(
 ) -> list[str]:
     """Return the row of a claim: what the paper says, our figures (largest first, as claimed), whether it holds, and why.
 
-    With `alike` the claim is that the figures do not differ; `missing` says what it takes where one is not measured.
+    With `alike` the claim is that the figures do not differ. If one was not measured, `missing` replaces `why`: what is needed
+    to measure it.
     """
     found = ", ".join(f"{name} {text_of(value, digits=digits)}" for name, value in figures)
     holds = verdict([value for _, value in figures], alike=alike)
     return [claim, found, holds, missing or why if holds == Verdict.UNKNOWN else why]
+
+
+def times(factor: float, name: str, value: Estimate | None) -> tuple[str, Estimate | None]:
+    """Return a figure multiplied by a factor, with its label, for a row of `ordering`."""
+    return f"{factor:g} × {name}", None if value is None else value.scaled(factor)
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

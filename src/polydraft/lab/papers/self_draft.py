@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from polydraft.lab.charts import Chart, curves, grouped_columns
 from polydraft.lab.estimate import Estimate
-from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, ordering, run_name, text_of
+from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, contest, ordering, run_name, text_of
 
 _PLAIN = Estimate.exactly(1.0)
 _SIZES = (2, 6, 10)
@@ -14,12 +14,12 @@ _SPEED_KEYS = (("tokens_per_second", ""), ("speedup", "×"), ("tokens_per_pass",
 
 
 def _branches(number: int, length: int, options: str = "") -> str:
-    """Name our exact variant in the paper's sizes: prefixes of one token, continuations of four."""
+    """Return the method for our exact variant with the paper's n-grams: prefixes of one token, n-grams of four."""
     return f"self-draft:{number}x{length},seeds=vocabulary,nodes=32,chance=0,gram=4,prefix=1{options}"
 
 
 def _printed(options: str = "") -> str:
-    """Name the method as the paper prints it."""
+    """Return the method for the paper's algorithm as printed."""
     return f"self-draft:{_USUAL}x{_USUAL},gram=4,lossy=self-draft{options}"
 
 
@@ -58,13 +58,13 @@ _SETS = {
     "retrieval": ("spec_bench", ("rag",)),
     "HumanEval": ("humaneval", ()),
 }
-"""Benchmarks by set of prompts and its categories; with none, all of the set. GSM8K's questions stand in spec_bench too."""
+"""The paper's benchmarks: a set of prompts and its categories, () for all. spec_bench has GSM8K's questions too."""
 
 
 def _efficiency(
     results: Results, prompts: str, categories: tuple[str, ...], temperature: float, method: str
 ) -> Estimate | None:
-    """Return tokens per pass, the mean of categories that are alike in size."""
+    """Return tokens per pass: the mean over the given categories, which have about as many prompts each."""
     run = run_name(prompts, temperature)
     if not categories:
         return results.figure(run, method, "tokens_per_pass")
@@ -192,15 +192,16 @@ def _figure_7(cells: dict[int, list[Estimate | None]]) -> Chart:
     return Chart("figure-7.svg", "Figure 7: DE by number and length of branches", content)
 
 
+def _by_benchmark(results: Results, methods: dict[str, str]) -> dict[str, list[Estimate | None]]:
+    """Return tokens per pass at T=0 of several methods, by benchmark."""
+    return {
+        name: [_efficiency(results, prompts, categories, 0.0, method) for method in methods.values()]
+        for name, (prompts, categories) in _SETS.items()
+    }
+
+
 def _ablation(results: Results) -> Comparison:
-    cells = {
-        name: [_efficiency(results, prompts, categories, 0.0, method) for method in _ABLATION.values()]
-        for name, (prompts, categories) in _SETS.items()
-    }
-    printed = {
-        name: [_efficiency(results, prompts, categories, 0.0, method) for method in _AS_PRINTED.values()]
-        for name, (prompts, categories) in _SETS.items()
-    }
+    cells, printed = _by_benchmark(results, _ABLATION), _by_benchmark(results, _AS_PRINTED)
     overall = [
         results.text("spec_bench-t0", method, "tokens_per_pass") for method in (*_AS_PRINTED.values(), *_ABLATION.values())
     ]
@@ -297,10 +298,6 @@ SELF_DRAFT = Paper(
     tables=_tables,
     by_category=True,
     orderings=_orderings,
-    contest=tuple(
-        (label, f"speed-t{temperature}", method)
-        for temperature in (0, 1)
-        for label, method in (("Self-Draft, exact, 6×6", _PAPER), ("prompt lookup", _LOOKUP), ("suffix+corpus *", _SUFFIX))
-    ),
+    contest=contest({"Self-Draft, exact, 6×6": _PAPER, "prompt lookup": _LOOKUP, "suffix+corpus *": _SUFFIX}),
 )
 PAPERS.register("self-draft")(SELF_DRAFT)

@@ -1,8 +1,8 @@
-"""Formulas for the largest acceptance, the acceptance of schemes, and what acceptance does for speed.
+"""Formulas for the largest possible acceptance, the acceptance of schemes, and the speed-up that acceptance brings.
 
-`*_optimum` bound every exact verifier for one way of drawing drafts. `acceptance` computes what a scheme reaches. `speedup` and
-`fastest_tree` turn acceptance into time. All take tensors of probabilities over a full vocabulary, one row per position, except
-`linear_program_optimum`, `subset_optimum` and `product_optimum`, which are for tiny vocabularies.
+`*_optimum` is the most that any exact verifier can accept for one way of drawing drafts, and `acceptance` is what a scheme
+accepts. Both take tensors of probabilities over a full vocabulary, one row per position, except `linear_program_optimum`,
+`subset_optimum` and `product_optimum`, which are for tiny vocabularies. `speedup` and `fastest_tree` turn acceptance into time.
 """
 
 from polydraft.draft.speedup import Costs, cost_curve, speedup, tree_tokens

@@ -1,11 +1,10 @@
-"""Acceptance of the schemes rrs-wr, rrs-wor and kseq, by sums that a sort by p/q turns into look-ups.
+"""Acceptance of the schemes rrs-wr, rrs-wor and kseq, by sums that become look-ups once tokens are sorted by p/q.
 
-**Recursive rejection.** The residual after any number of rejections is (p − λq)₊, rescaled, for some λ: rejecting once
-more, where the draft distribution is q without the tokens drawn so far and these hold mass E of it, moves λ to λ + F(λ)/(1 − E)
-with F(λ) = Σ(p − λq)₊. The chance of having rejected everything so far is F(λ) itself. With replacement E stays 0 and the chain
-is deterministic. Without, each rejected token adds its mass to E; tokens once rejected never come back into the residual, so E
-is all that is remembered of them, and after one sort F is two look-ups: a drawing costs O(n log V) instead of n passes over the
-vocabulary.
+**Recursive rejection.** After any number of rejections, the residual is (p − λq)₊, rescaled, for some λ, and the chance of
+having rejected everything so far is F(λ) = Σ(p − λq)₊. Let E be the draft's mass on the tokens drawn so far, which are excluded
+from further draws. Another rejection moves λ to λ + F(λ)/(1 − E). With replacement, E stays 0 and λ is deterministic. Without
+replacement, each rejected token adds its mass to E. Rejected tokens never return to the residual, so E is all that we need to
+remember of them. After one sort, F takes two look-ups, so a drawing costs O(n log V) instead of n passes over the vocabulary.
 
 References
 ----------
@@ -23,22 +22,22 @@ from polydraft.errors import UsageError
 from polydraft.verify.weights import ratio
 
 SUM_TOLERANCE = 2e-4
-"""How far a row may sum from one; a float32 softmax over 256k tokens is off by up to 7e-5. Results are off by as much."""
+"""How far a row's sum may be from one, and results with it; a float32 softmax over 256k tokens is off by up to 7e-5."""
 
 Formula = Callable[[Tensor, Tensor, int], Tensor]
-"""Target and draft probabilities and the number of drafts, to one value (or several) per row."""
+"""`(target_probs_RV, draft_probs_RV, count) -> values`: one value per row, or several."""
 
 
 def chunk_size(device: torch.device) -> int:
-    """Return how many numbers to process at once: what fits a core's cache, or keeps an accelerator busy within a gigabyte."""
+    """Return how many numbers to process at once: a CPU core's cache full, or enough to keep a GPU busy within a gigabyte."""
     return 2**18 if is_host(device) else 2**24
 
 
 def check_distributions(**distributions_RV: Tensor) -> None:
-    """Refuse tensors that are not distributions over one vocabulary, row by row; messages use the arguments' names.
+    """Refuse tensors whose rows are not distributions over one vocabulary; messages use the arguments' names.
 
-    Nothing is renormalised: a row that does not sum to one usually means a forgotten softmax or a truncated vocabulary, and its
-    acceptance would be that of another pair.
+    Rows are not renormalised: one that does not sum to one usually means a forgotten softmax or a truncated vocabulary, and the
+    result would be for another pair of models.
     """
     shapes = {name: tuple(distribution_RV.shape) for name, distribution_RV in distributions_RV.items()}
     for name, distribution_RV in distributions_RV.items():
@@ -83,11 +82,11 @@ def by_rows(formula: Formula, target_probs_RV: Tensor, draft_probs_RV: Tensor, c
 
 
 class SortedPair:
-    """Distributions in ascending order of p/q, with running sums; places below are places in that order.
+    """Both distributions in ascending order of p/q, with running sums; "places" are positions in that order.
 
-    The n likeliest draft tokens are left out of the forward sums and counted one by one: if the draft is sure of a few tokens,
-    the mass of the others would be lost to rounding beside theirs, and once the few are drawn only the others matter. Axis X:
-    any number of drawings of each row; K: the likeliest tokens; J: the tokens drawn so far.
+    The n likeliest draft tokens are left out of the forward sums and counted one by one. Otherwise, if the draft is sure of a
+    few tokens, rounding would wipe out the mass of the others, and that is all that matters once the few are drawn. Axis X:
+    drawings of each row; K: the likeliest tokens; J: the tokens drawn so far.
     """
 
     def __init__(self, target_RV: Tensor, draft_RV: Tensor, count: int) -> None:
@@ -99,34 +98,34 @@ class SortedPair:
         self.target_sums_RX, self.draft_sums_RX = self._sums(self.target_RV), self._sums(self.draft_RV)
 
     def _sums(self, distribution_RV: Tensor) -> Tensor:
-        """Return the sums of the first 0 to V tokens, the likeliest left out."""
+        """Return the sums of the first 0 to V tokens, without the likeliest."""
         return torch.nn.functional.pad(distribution_RV.scatter(1, self.top_RK, 0.0).cumsum(-1), (1, 0))
 
     def above(self, scale_RX: Tensor) -> Tensor:
-        """Σ(p − λq)₊."""
+        """Return Σ(p − λq)₊."""
         place_RX = self.places(scale_RX)
         return (self.target_tails_RX.gather(1, place_RX) - scale_RX * self.draft_tails_RX.gather(1, place_RX)).clamp_(min=0)
 
     def places(self, scale_RX: Tensor) -> Tensor:
-        """How many tokens have p/q up to λ."""
+        """Return how many tokens have p/q ≤ λ."""
         return torch.searchsorted(self.ratio_RV, scale_RX, right=True)
 
     def drawn(self, drawn_RXJ: Tensor) -> tuple[Tensor, Tensor]:
-        """Whether each of the likeliest tokens was drawn, and whether each drawn token is another one."""
+        """Return which of the likeliest tokens were drawn, and which drawn tokens are not among the likeliest."""
         same_RXJK = drawn_RXJ[:, :, :, None] == self.top_RK[:, None, None, :]
         return same_RXJK.any(-2), ~same_RXJK.any(-1)
 
     def left(self, drawn_RXJ: Tensor) -> Tensor:
-        """Draft mass of the tokens not drawn yet; the likeliest are summed, not subtracted."""
+        """Return the draft mass of the tokens not drawn yet; the likeliest are summed, which avoids cancellation."""
         gone_RXK, other_RXJ = self.drawn(drawn_RXJ)
         top_RX = torch.where(gone_RXK, 0.0, pick(self.draft_RV, self.top_RK)[:, None]).sum(-1)
         taken_RX = torch.where(other_RXJ, pick(self.draft_RV, drawn_RXJ), 0.0).sum(-1)
         return top_RX + (self.draft_sums_RX[:, -1:] - taken_RX).clamp_(min=0)
 
     def locate(self, weight: Callable[[Tensor], Tensor], end_RX: Tensor, uniforms_RX: Tensor) -> Tensor:
-        """Draw a place before `end_RX`, where `weight` gives the summed weight of the tokens before a place.
+        """Draw a place before `end_RX`; `weight` returns the summed weight of the tokens before a place.
 
-        A bisection, because the weights differ from drawing to drawing while their sums are look-ups.
+        Bisects, because each drawing has other weights, but their sums are cheap look-ups.
         """
         mark_RX = uniforms_RX * weight(end_RX)
         low_RX, high_RX = torch.zeros_like(end_RX), end_RX
@@ -138,7 +137,7 @@ class SortedPair:
 
 
 def pick(values_RV: Tensor, places: Tensor) -> Tensor:
-    """Look up places in tensors of any shape with rows first."""
+    """Look up places; `places` has any shape with rows first."""
     return values_RV.gather(1, places.flatten(1)).view(places.shape)
 
 
@@ -152,11 +151,11 @@ def _first(flags_R: Tensor) -> int:
 
 
 _BISECTIONS = 60
-"""More than a float64 has bits."""
+"""More than the bits of a float64's mantissa."""
 
 
 def rejection_with_replacement(target_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
-    """Exact acceptance of the scheme rrs-wr: 1 − F(λ_n), λ_{j+1} = λ_j + F(λ_j)."""
+    """Return the exact acceptance of the scheme rrs-wr: 1 − F(λ_n), with λ_{j+1} = λ_j + F(λ_j)."""
     scale_R1 = torch.zeros_like(target_RV[:, :1])
     missed_R1 = torch.ones_like(scale_R1)
     for _ in range(count):
@@ -166,7 +165,7 @@ def rejection_with_replacement(target_RV: Tensor, draft_RV: Tensor, count: int) 
 
 
 def rejection_of_two(target_RV: Tensor, draft_RV: Tensor, _: int) -> Tensor:
-    """Exact acceptance of the scheme rrs-wor with two drafts: every first rejection is summed over."""
+    """Return the exact acceptance of the scheme rrs-wor with two drafts: a sum over all tokens that can be rejected first."""
     pair = SortedPair(target_RV, draft_RV, 2)
     first_RV = (pair.draft_RV - pair.target_RV).clamp(min=0)
     missed_R1 = first_RV.sum(-1, keepdim=True)
@@ -176,10 +175,10 @@ def rejection_of_two(target_RV: Tensor, draft_RV: Tensor, _: int) -> Tensor:
 
 
 def rejection_without_replacement(target_RV: Tensor, draft_RV: Tensor, uniforms_KRX: Tensor) -> Tensor:
-    """Return the acceptance of the scheme rrs-wor given each of X sampled drawings of K drafts, the first K − 1 rejected.
+    """Return the acceptance of the scheme rrs-wor for each of X random sequences of K − 1 rejected drafts.
 
-    Its mean over X is the acceptance: the chance of rejection is summed exactly at each draft, and only which token was
-    rejected is drawn, from (q_j − p_j)₊ (Rao-Blackwell).
+    The mean over X estimates the acceptance. Only the identity of each rejected token is drawn, from (q_j − p_j)₊; the chance
+    of rejecting is summed exactly (Rao-Blackwell).
     """
     count = len(uniforms_KRX)
     pair = SortedPair(target_RV, draft_RV, count)
@@ -192,15 +191,15 @@ def rejection_without_replacement(target_RV: Tensor, draft_RV: Tensor, uniforms_
             place_RX = _draw_rejected(pair, scale_RX, step_RX, drawn_RXJ, uniforms_KRX[rank])
             drawn_RXJ = torch.cat([drawn_RXJ, place_RX[:, :, None]], dim=-1)
         scale_RX = scale_RX + step_RX
-        # No step: everything was covered, or support is exhausted and nothing more is drawn.
+        # A step of 0 means that nothing was missed, or that no tokens are left to draw.
         missed_RX = torch.where(step_RX > 0, pair.above(scale_RX), missed_RX)
     return (1 - missed_RX).clamp(0, 1)
 
 
 def _draw_rejected(pair: SortedPair, scale_RX: Tensor, step_RX: Tensor, drawn_RXJ: Tensor, uniforms_RX: Tensor) -> Tensor:
-    """Draw a rejected token: with λ' = λ + step, its weight is step · q up to ratio λ, λ'q − p from there up to λ'.
+    """Draw a rejected token. With λ' = λ + step, weights are step · q for p/q ≤ λ, and λ'q − p from there up to λ'.
 
-    All tokens drawn before lie up to λ.
+    All tokens drawn before have p/q ≤ λ.
     """
     next_RX = scale_RX + step_RX
     edge_RX = pair.places(scale_RX)
@@ -215,7 +214,7 @@ def _draw_rejected(pair: SortedPair, scale_RX: Tensor, step_RX: Tensor, drawn_RX
     ).masked_fill_(gone_RXK, 0.0)
 
     def weight(stop_RX: Tensor) -> Tensor:
-        """Weight of the tokens before a place."""
+        """Return the summed weight of the tokens before a place."""
         inner_RX = torch.minimum(stop_RX, edge_RX)
         taken_RX = torch.where(drawn_RXJ < inner_RX[:, :, None], taken_RXJ, 0.0).sum(-1)
         whole_RX = step_RX * (pair.draft_sums_RX.gather(1, inner_RX) - taken_RX)
@@ -228,10 +227,10 @@ def _draw_rejected(pair: SortedPair, scale_RX: Tensor, step_RX: Tensor, drawn_RX
 
 
 def sequential_acceptance(target_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
-    """Exact acceptance of K-SEQ (the scheme kseq): 1 − (1 − β(ρ))ⁿ, §A.2 of [1] after [2].
+    """Return the exact acceptance of K-SEQ (the scheme kseq): 1 − (1 − β(ρ))ⁿ, §A.2 of [1] after [2].
 
-    β(ρ) = Σ min(p/ρ, q) = (1 − F(ρ))/ρ with F(ρ) = Σ(p − ρq)₊, so eq. 30 reads (1 − β)ⁿ = F. The bisection returns its upper
-    end, like the scheme: below the root its residual would be negative.
+    β(ρ) = Σ min(p/ρ, q) = (1 − F(ρ))/ρ with F(ρ) = Σ(p − ρq)₊, so eq. 30 reads (1 − β)ⁿ = F. As in the scheme, the result is
+    the upper end of the bisection, because below the root the residual would be negative.
     """
     pair = SortedPair(target_RV, draft_RV, 1)
 

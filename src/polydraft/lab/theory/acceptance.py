@@ -1,4 +1,4 @@
-"""How often a scheme's emitted token is one of its children: exact where a formula is known, sampled otherwise.
+"""How often a scheme's emitted token is one of its children: by formula if one is known, otherwise by sampling.
 
 References
 ----------
@@ -31,10 +31,10 @@ from polydraft.verify import SCHEMES, Race, Scheme
 from polydraft.verify.weights import normalised, ratio
 
 Sampled = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Target and draft probabilities and uniforms_KRX, to the acceptance of each row in each of X drawings of K children."""
+"""`(target_probs_RV, draft_probs_RV, uniforms_KRX) -> values_RX`: acceptance in each of X drawings of K children."""
 
 _LOOKUP_SAMPLES, _DISTRIBUTION_SAMPLES, _RACE_SAMPLES = 1024, 64, 16
-"""Drawings per row: if each costs a few look-ups; if it costs passes over the vocabulary; if almost nothing is random."""
+"""Drawings per row: where each costs a few look-ups, or passes over the vocabulary; and for races, where little is random."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +42,9 @@ class RowAcceptance:
     """Acceptance of each row."""
 
     value_R: Tensor
-    """Chance that the emitted token is one of the children, float64."""
+    """Probability that the emitted token is one of the children, float64."""
     standard_error_R: Tensor
-    """Of the value, over the sampled drawings; 0 where it is exact. Events that were never drawn are not in it."""
+    """Standard error over the sampled drawings, 0 if the value is exact. Events that were never drawn are not in it."""
 
 
 def acceptance(
@@ -56,7 +56,7 @@ def acceptance(
     generator: torch.Generator | None = None,
     samples: int | None = None,
 ) -> RowAcceptance:
-    """Tell how much a scheme accepts at each of many positions.
+    """Return the acceptance of a scheme at each of many positions.
 
     Parameters
     ----------
@@ -67,17 +67,17 @@ def acceptance(
     count : int
         Children of each node.
     generator : torch.Generator, optional
-        Of the random numbers, on the host; without one, a new one of seed 0, so that values repeat.
+        Source of random numbers, on the host; by default a new one with seed 0, so that results repeat.
     samples : int, optional
-        Drawings per row where the value is not exact, at least 2. By default 1024 where a drawing costs some look-ups
-        (rrs-wor), 16 for races with buckets (race-bucketed, hybrid), where next to nothing is random, else 64.
+        Drawings per row, at least 2, if the value is not exact. By default 1024 for rrs-wor, whose drawings cost a few
+        look-ups, 16 for races with buckets (race-bucketed, hybrid), where next to nothing is random, and 64 for others.
 
     Returns
     -------
     RowAcceptance
-        Exact for speculative, naive, top, rrs-wr, kseq, greedy, spechub and race, and for rrs-wor up to two
-        children. For every other scheme children are drawn by `Scheme.draw` and the mass of `Scheme.distribution` on
-        them is averaged, which is exact given the children (Rao-Blackwell).
+        Exact for speculative, naive, top, rrs-wr, kseq, greedy, spechub and race, and for rrs-wor up to two children. For
+        every other scheme, children are drawn by `Scheme.draw`, and the mass of `Scheme.distribution` on them, which is exact
+        given the children, is averaged (Rao-Blackwell).
 
     Examples
     --------
@@ -91,7 +91,7 @@ def acceptance(
     check_pair(target_probs_RV, draft_probs_RV, count, most=instance.max_children)
     if samples is not None and (isinstance(samples, bool) or not isinstance(samples, int) or samples < 2):
         raise UsageError(f"samples is {samples!r}; allowed: whole numbers from 2; one drawing has no standard error")
-    # A subclass may verify differently, so formulas by name do not apply to it.
+    # Formulas by name do not apply to subclasses, which may verify differently.
     name = instance.name if instance.name in SCHEMES and type(instance) is SCHEMES.get(instance.name) else ""
     exact = _EXACT.get(name, _EXACT_FOR_FEW.get((name, count)))
     if exact is not None:
@@ -104,7 +104,7 @@ def acceptance(
 
 
 def naive_acceptance(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int, *, replacement: bool) -> Tensor:
-    """Return the acceptance of drawing the token from the target and looking whether it was drafted: Σ p(i) P(i drafted).
+    """Return the chance that a token drawn from the target was drafted: Σ p(i) P(i drafted).
 
     Parameters
     ----------
@@ -113,8 +113,8 @@ def naive_acceptance(target_probs_RV: Tensor, draft_probs_RV: Tensor, count: int
     count : int
         Drafts per position; at most 64 without replacement.
     replacement : bool
-        Whether drafts are independent, with P(i drafted) = 1 − (1 − q(i))ⁿ, or distinct as in the scheme naive; then the
-        sum over all drawings is one integral, see `without_replacement.inclusion`.
+        True for independent drafts, with P(i drafted) = 1 − (1 − q(i))ⁿ; false for distinct ones as in the scheme naive, where
+        the sum over all drawings is one integral, see `without_replacement.inclusion`.
 
     Returns
     -------
@@ -132,7 +132,7 @@ def _independent_inclusion(target_RV: Tensor, draft_RV: Tensor, count: int) -> T
 
 
 def _looked_up(formula: Sampled, generator: torch.Generator, samples: int | None) -> Formula:
-    """Mean and standard error over drawings that cost a few look-ups each."""
+    """Return a formula for mean and standard error over drawings that cost a few look-ups each."""
 
     def moments(target_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
         uniforms_RXK = _uniforms(len(draft_RV), samples or _LOOKUP_SAMPLES, count, generator)
@@ -142,7 +142,7 @@ def _looked_up(formula: Sampled, generator: torch.Generator, samples: int | None
 
 
 def _drawn(scheme: Scheme, generator: torch.Generator, samples: int | None) -> Formula:
-    """Mean and standard error over drawn children, for any scheme; given the children, `Scheme.distribution` is exact."""
+    """Return a formula for mean and standard error over drawn children, for any scheme."""
     drawings = samples or (_RACE_SAMPLES if isinstance(scheme, Race) else _DISTRIBUTION_SAMPLES)
     picks = scheme.select_uniforms or 0 if isinstance(scheme, Race) else 0
 
@@ -166,20 +166,20 @@ def _drawn(scheme: Scheme, generator: torch.Generator, samples: int | None) -> F
 
 
 def _uniforms(rows: int, drawings: int, count: int, generator: torch.Generator) -> Tensor:
-    """Draw random numbers row by row, so that a row's do not depend on how many rows and drawings are computed at a time."""
+    """Draw random numbers row by row, so that each row's are the same however many rows and drawings are computed at a time."""
     return torch.rand(rows, drawings, count, generator=generator, dtype=torch.float64)
 
 
 def _moments(values_RX: Tensor) -> Tensor:
-    """Mean and its standard error over X, side by side."""
+    """Return the mean over X and its standard error, side by side."""
     return torch.stack([values_RX.mean(-1), values_RX.std(-1) / values_RX.shape[1] ** 0.5], dim=1)
 
 
 def _race_acceptance(scheme: Scheme, target_RV: Tensor, draft_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-    """Return the acceptance of a race, with far less noise than from its distribution.
+    """Return the acceptance of a race, with far less noise than by its distribution.
 
-    The selected child is accepted with chance Σ min(p, r), whatever is drawn. The children only matter for whether the residual
-    hits another of them after a rejection: never if cells are single tokens, seldom if they are buckets.
+    Whatever is drawn, the selected child is accepted with probability Σ min(p, r). The drawn children matter only after a
+    rejection, if the residual hits another of them: never if cells are single tokens, seldom if they are buckets.
     """
     selection = scheme.select(target_RV, draft_RV, children_RK, uniforms_RU)
     target_RV, token_R1 = normalised(target_RV), selection.token_R.clamp(min=0)[:, None]
@@ -189,7 +189,7 @@ def _race_acceptance(scheme: Scheme, target_RV: Tensor, draft_RV: Tensor, childr
 
 
 def _mass(distribution_RV: Tensor, children_RK: Tensor) -> Tensor:
-    """Mass on the children; one drawn twice counts once."""
+    """Return the distribution's mass on the children; a child drawn twice counts once."""
     again_RKK = (children_RK[:, :, None] == children_RK[:, None, :]).tril(-1)
     counted_RK = (children_RK != NO_TOKEN) & ~again_RKK.any(-1)
     return (distribution_RV.gather(1, children_RK.clamp(min=0)) * counted_RK).sum(-1)

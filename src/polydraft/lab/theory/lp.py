@@ -1,7 +1,7 @@
-"""Optimal acceptance of any draft distribution, for tiny vocabularies: the reference for tests of the formulas.
+"""Optimal acceptance for any joint distribution of drafts over a tiny vocabulary: the reference that formulas are tested with.
 
-A draft distribution is a table from tuples of tokens to probabilities; a linear program (which needs scipy) or a search over
-all sets of tokens finds its optimum.
+The distribution is a table from tuples of tokens to probabilities. A linear program (which needs scipy), or a search over all
+sets of tokens, finds its optimum.
 
 References
 ----------
@@ -18,12 +18,12 @@ from polydraft.errors import UsageError
 from polydraft.lab.theory._formulas import SUM_TOLERANCE, check_distributions
 
 DraftDistribution = Mapping[tuple[int, ...], float]
-"""Probability of each tuple of drafts; tuples may differ in length where support runs out."""
+"""Probability of each tuple of drafts; tuples are shorter if the support runs out."""
 
 MAX_VARIABLES = 100_000
-"""Pairs of a tuple and one of its tokens; at the limit the solver takes minutes."""
+"""Most pairs of a tuple and one of its tokens; with this many the solver takes minutes."""
 MAX_VOCABULARY = 20
-"""Where all sets are tried: a million of them, a second or so per row."""
+"""Most tokens if all sets are tried: that is a million sets, and takes a second or so per row."""
 
 
 def linear_program_optimum(target: Sequence[float], distribution: DraftDistribution) -> float:
@@ -67,7 +67,7 @@ def linear_program_optimum(target: Sequence[float], distribution: DraftDistribut
 
 
 def subset_optimum(target: Sequence[float], distribution: DraftDistribution) -> float:
-    """Return the same by a search over all sets of tokens, eq. 8 of [1]: exact to rounding, at most 20 tokens."""
+    """Return the same as `linear_program_optimum` by trying all sets of at most 20 tokens, eq. 8 of [1]; exact to rounding."""
     _check_table("target", list(target))
     _check_table("distribution", list(distribution.values()))
     if len(target) > MAX_VOCABULARY:
@@ -88,8 +88,8 @@ def product_optimum(target_probs_RV: Tensor, draft_probs: Sequence[Tensor]) -> T
     target_probs_RV : Tensor
         Probabilities, one row per position.
     draft_probs : sequence of Tensor
-        One tensor [R, V] for each draft. At most 20 tokens: the sum over sets is enumerated. For larger vocabularies
-        bound the value by the sum of the drafts' single acceptances from above and by the best of them from below.
+        One tensor [R, V] for each draft. At most 20 tokens, because all sets of tokens are enumerated. For larger vocabularies,
+        the sum of the drafts' single acceptances is an upper bound, and the largest of them a lower bound.
 
     Returns
     -------
@@ -121,7 +121,7 @@ def product_optimum(target_probs_RV: Tensor, draft_probs: Sequence[Tensor]) -> T
 
 
 def without_replacement_distribution(draft: Sequence[float], count: int) -> dict[tuple[int, ...], float]:
-    """`count` drafts one after the other, each from the distribution without the earlier ones (eq. 6 of [1])."""
+    """Return the distribution of `count` drafts drawn one by one, each without the earlier tokens (eq. 6 of [1])."""
     table: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(min(count, sum(chance > 0 for chance in draft))):
         longer = {}

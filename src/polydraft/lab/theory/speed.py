@@ -1,4 +1,4 @@
-"""How fast speculation can be: the formulas of papers for chains of drafts, and the tree that makes the most of a draft.
+"""How fast speculation can be: the papers' formulas for chains of drafts, and a search for the fastest tree.
 
 References
 ----------
@@ -18,19 +18,19 @@ from polydraft.trees.topology import paths_by_product
 
 
 def chain_tokens(acceptance: float | Sequence[float], length: int | None = None) -> float:
-    """Return the expected tokens per target pass from a chain of drafts, the token after the accepted ones included.
+    """Return the expected tokens per target pass from a chain of drafts, including the token after the accepted ones.
 
     Parameters
     ----------
     acceptance : float or sequence of float
-        Chance α that a draft is accepted if all before it were: one number for all places, or one per place.
+        Chance α that a draft is accepted if all before it were: one number for all positions, or one per position.
     length : int, optional
-        Drafts γ of the chain; required with a single number.
+        Number of drafts γ; required with a single acceptance.
 
     Returns
     -------
     float
-        1 + Σ_i ∏_{j≤i} α_j; for equal α (1 − α^{γ+1})/(1 − α), eq. 1 of [2], and γ + 1 at α = 1.
+        1 + Σ_i ∏_{j≤i} α_j. For equal α this is (1 − α^{γ+1})/(1 − α), eq. 1 of [2], and γ + 1 for α = 1.
     """
     if isinstance(acceptance, Sequence):
         chances = list(acceptance)
@@ -48,7 +48,7 @@ def chain_tokens(acceptance: float | Sequence[float], length: int | None = None)
 
 
 def improvement_factor(acceptance: float, length: int, draft_cost: float) -> float:
-    """Speed-up of a chain of drafts over plain decoding: (1 − α^{γ+1}) / ((1 − α)(cγ + 1)), eq. 1 of [1], Theorem 3.8 of [2].
+    """Return a chain's speed-up over plain decoding: (1 − α^{γ+1}) / ((1 − α)(cγ + 1)), eq. 1 of [1], Theorem 3.8 of [2].
 
     Parameters
     ----------
@@ -57,20 +57,20 @@ def improvement_factor(acceptance: float, length: int, draft_cost: float) -> flo
     length : int
         γ: drafts per round.
     draft_cost : float
-        c: time of one draft pass in target passes.
+        c: time of one draft pass, relative to a target pass.
 
     Notes
     -----
-    [1] also calls α the share of the longest path that was accepted, E[length]/γ, and tabulates that. It is another number,
-    smaller for imperfect drafts: convert it with `token_acceptance` before it goes in here. Either way the formula takes
-    the target's pass over a whole tree to cost as much as one over a single token; `Costs` does not.
+    [1] also uses α for another number, the accepted share of the longest path, E[length]/γ, and tabulates that. It is smaller
+    for imperfect drafts; convert it with `token_acceptance` first. The formula assumes that the target's pass over all drafts
+    costs as much as one over a single token; `Costs` does not.
     """
     check_number("draft_cost", draft_cost, 0)
     return chain_tokens(acceptance, length) / (draft_cost * length + 1)
 
 
 def token_acceptance(accepted_share: float, length: int) -> float:
-    """Return the acceptance of one token at which a chain of `length` drafts has the given share accepted, in expectation.
+    """Return the acceptance per token at which a chain of `length` drafts has the given expected share accepted.
 
     Parameters
     ----------
@@ -90,7 +90,7 @@ def token_acceptance(accepted_share: float, length: int) -> float:
 
 @dataclass(frozen=True)
 class RatedTree:
-    """A tree with what the model of `tree_tokens` expects of it."""
+    """A tree with its expected tokens by the model of `tree_tokens`, and its speed-up."""
 
     topology: Topology
     tokens: float
@@ -104,9 +104,9 @@ def largest_tree(rank_acceptance: Sequence[float], nodes: int, max_depth: int | 
 
     Notes
     -----
-    [3] finds it by dynamic programming. With a_k falling the nodes of the largest path products are the tree: a parent's
-    product is never smaller than its child's, nor an elder sibling's than a younger's, so they hang together. That also
-    bounds what any tree of this size can give. Nodes that cannot be accepted are left out.
+    [3] finds it by dynamic programming. If a_k falls with k, simply take the nodes with the largest path products: a parent's
+    product is at least its child's, and an elder sibling's at least a younger's, so these nodes form a tree, and no other tree
+    of this size has a larger sum. Nodes that cannot be accepted are left out.
     """
     check_number("nodes", nodes, 1, MAX_NODES, whole=True)
     paths = [path for path, _ in islice(paths_by_product(checked_ranks(rank_acceptance), max_depth), nodes - 1)]
@@ -114,9 +114,9 @@ def largest_tree(rank_acceptance: Sequence[float], nodes: int, max_depth: int | 
 
 
 def fastest_tree(rank_acceptance: Sequence[float], costs: Costs, max_nodes: int, max_depth: int) -> RatedTree:
-    """Return the tree with the largest speed-up, over all sizes and depths up to those given.
+    """Return the tree with the largest speed-up, of all sizes and depths up to those given.
 
-    For every depth the trees of all sizes are beginnings of one list, so that all are tried.
+    For each depth, the best trees of all sizes are prefixes of one list of nodes, so all of them are tried.
     """
     check_number("max_nodes", max_nodes, 1, MAX_NODES, whole=True)
     ranks = checked_ranks(rank_acceptance)

@@ -1,13 +1,13 @@
-"""Drawing one after the other without replacement, summed exactly over all drawings by one integral.
+"""Sequential drawing without replacement: exact sums over all drawings, as one integral over time.
 
-Let token i arrive at an exponential time of rate q(i). The first n arrivals, in order, are a drawing without replacement.
-So the drawing stays inside a set H if n tokens of H arrive before the first token outside, and token i is drawn if fewer
-than n others arrive before it. Given the time t, arrivals are independent: their number has the coefficients of
-∏ (e^{−q(i)t} + (1 − e^{−q(i)t}) x), and what is left is an integral over t.
+Let token i arrive at an exponential time of rate q(i). The first n arrivals, in order, are a drawing without replacement. So
+the drawing stays inside a set H if n tokens of H arrive before the first token outside, and token i is drawn if fewer than n
+others arrive before it. Given the time t, arrivals are independent, and the distribution of their number has the coefficients
+of ∏ (e^{−q(i)t} + (1 − e^{−q(i)t}) x). What remains is an integral over t.
 
-The likeliest n − 1 tokens are kept apart. Without them the odds e^{q(i)t} − 1 of a single arrival stay below e^{s t}, where s
-is the mass of the others and no t beyond a few dozen / s matters, so nothing overflows even where s is 1e-40 (a draft at low
-temperature); all terms are positive, so nothing cancels either.
+The likeliest n − 1 tokens are handled separately. Let s be the mass of the others. Only times up to a few dozen / s matter, and
+there the odds e^{q(i)t} − 1 of a single arrival stay below e^{s t}. So nothing overflows even if s is 1e-40 (a draft at low
+temperature), and nothing cancels, because all terms are positive.
 """
 
 import math
@@ -17,28 +17,28 @@ import torch
 from torch import Tensor
 
 MAX_COUNT = 64
-"""Most drafts: time grows with their square, and beyond about 200 the odds would overflow."""
+"""Most drafts: time grows with their square, and with more than about 200 the odds would overflow."""
 
 _LOWEST = -3.3
-"""exp(u − exp(−u)) is 5e-14 here: an integral of a probability density that starts here misses no more than that."""
+"""Lower end of the integral over u: exp(u − exp(−u)) is 5e-14 there, and no more of a probability density is cut off."""
 
 
 def escape_chances(draft_RV: Tensor, count: int) -> Tensor:
-    """Chance that `count` distinct draws do not all fall among the first k tokens, for each k from 1 to V.
+    """Return the chance that `count` distinct draws do not all fall among the first k tokens, for each k from 1 to V.
 
     Parameters
     ----------
     draft_RV : Tensor
-        Distributions as float64, in the order in which prefixes are wanted.
+        Distributions as float64, sorted in the order that defines the prefixes.
 
     Notes
     -----
-    1 − Q_k = s_k ∫ e^{−t} Σ_{j<n} e_j({e^{q(i)t} − 1}_{i≤k}) dt with s_k the mass behind k and e_j the elementary symmetric
-    sums, j-fold running sums here. Closed forms for n = 1 (s_k) and n = 2 (s_k (1 + Σ_{i≤k} q(i)/(1 − q(i)))). With a
-    support of n or fewer every token is drawn, and only the whole support holds a drawing.
+    1 − Q_k = s_k ∫ e^{−t} Σ_{j<n} e_j({e^{q(i)t} − 1}_{i≤k}) dt, where s_k is the mass behind k and e_j the elementary
+    symmetric sums, here j-fold running sums. There are closed forms for n = 1 (s_k) and n = 2 (s_k (1 + Σ_{i≤k} q(i)/(1 −
+    q(i)))). With a support of n or fewer tokens, every token is drawn, so only the whole support contains a drawing.
     """
     total_R1 = draft_RV.sum(-1, keepdim=True)
-    behind_RV = torch.nn.functional.pad(draft_RV.flip(-1).cumsum(-1).flip(-1)[:, 1:], (0, 1))
+    behind_RV = mass_behind(draft_RV)
     if count == 1:
         return behind_RV / total_R1
     if count == 2:
@@ -55,8 +55,8 @@ def inclusion(weight_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
 
     Notes
     -----
-    P(i drawn) = ∫ q(i) e^{−q(i)t} P(fewer than n others by t) dt. Leaving out one token at a time would cost V² or cancel;
-    instead each coefficient carries its derivative when w(i) q(i) e^{−q(i)t} is added to every factor.
+    P(i drawn) = ∫ q(i) e^{−q(i)t} P(fewer than n others by t) dt. Leaving out each token in turn would cost V² or cancel;
+    instead, each coefficient carries its derivative with respect to adding w(i) q(i) e^{−q(i)t} to every factor.
     """
     drawn_whole_R = (draft_RV > 0).sum(-1) <= count
     whole_R = torch.where(draft_RV > 0, weight_RV, 0.0).sum(-1)
@@ -89,10 +89,10 @@ def inclusion(weight_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class _Race:
-    """The likeliest n − 1 tokens apart from the others, and the times at which the integrand is taken."""
+    """The likeliest n − 1 ("heavy") tokens, the other ("light") ones, and the times at which the integrand is evaluated."""
 
     heavy_RX: Tensor
-    """Places of the likeliest n − 1 tokens, in ascending order."""
+    """Places of the heavy tokens, in ascending order."""
     heavy_draft_RX: Tensor
     light_RV: Tensor
     """The distribution with zeros at those places."""
@@ -100,9 +100,9 @@ class _Race:
     """Places of the light tokens, likeliest first."""
     times_RX: Tensor
     weights_RX: Tensor
-    """Quadrature weights, with e^{−s t} of the light tokens inside."""
+    """Quadrature weights, multiplied by e^{−s t} of the light tokens."""
     expected: list[float]
-    """For each time, s t: how many light arrivals there could be in any row."""
+    """For each time, the largest s t of any row: the expected number of light arrivals."""
 
     @property
     def steps(self) -> int:
@@ -110,8 +110,8 @@ class _Race:
         return len(self.expected)
 
     def odds(self, step: int) -> Tensor:
-        """e^{q(i)t} − 1 of the light tokens, by a short series for all but the few with q(i)t above the limit below."""
-        limit = 0.01  # the term left out of the series is 2e-16 of the sum there
+        """Return e^{q(i)t} − 1 of the light tokens: by a short series, except for the few with q(i)t above a limit."""
+        limit = 0.01  # where the first term left out of the series is 2e-16 of the sum
         rate_RV = self.light_RV * self.times_RX[:, step, None]
         odds_RV = rate_RV * (1 / 6) + 1
         for divisor in (5, 4, 3, 2):
@@ -125,8 +125,8 @@ class _Race:
     def of(cls, draft_RV: Tensor, count: int) -> "_Race":
         """Split the distribution and lay out the grid.
 
-        The substitution t = exp(u − exp(−u)) turns the integrand into one that falls off doubly exponentially at both ends,
-        for which equal steps converge exponentially; the arrival of the n-th token is a step of width 1/√n in log t.
+        After the substitution t = exp(u − exp(−u)) the integrand falls off doubly exponentially at both ends, so that equal
+        steps in u converge exponentially. Steps are at most 0.6/√n, because the n-th arrival is a step of width 1/√n in log t.
         """
         heavy_RX = draft_RV.topk(min(count - 1, draft_RV.shape[1]), dim=1).indices.sort(-1).values
         light_RV = draft_RV.scatter(1, heavy_RX, 0.0)
@@ -145,7 +145,7 @@ class _Race:
 
 
 def _prefix_integral(draft_RV: Tensor, count: int) -> Tensor:
-    """∫ e^{−t} Σ_{j<n} e_j dt for every prefix: light tokens by running sums, heavy ones by a small table."""
+    """Return ∫ e^{−t} Σ_{j<n} e_j dt for every prefix: light tokens by running sums, heavy ones by a small table."""
     race = _Race.of(draft_RV, count)
     arrived_RV = torch.zeros_like(draft_RV, dtype=torch.long).scatter_(1, race.heavy_RX, 1).cumsum(-1)
     integral_RV = torch.zeros_like(draft_RV)
@@ -163,7 +163,7 @@ def _prefix_integral(draft_RV: Tensor, count: int) -> Tensor:
 
 
 def _heavy_table(stay_RX: Tensor, count: int) -> Tensor:
-    """Chance of at most k arrivals (axis K) among the first m heavy tokens (axis X) and of none among the others."""
+    """Return the chance of at most k arrivals (axis K) among the first m heavy tokens (axis X) and none among the rest."""
     rows, heavies = stay_RX.shape
     chance_RK = torch.nn.functional.pad(stay_RX.new_ones(rows, 1), (0, count - 1))
     silent_RX = torch.nn.functional.pad(stay_RX.flip(-1).cumprod(-1).flip(-1), (0, 1), value=1.0)
@@ -176,7 +176,7 @@ def _heavy_table(stay_RX: Tensor, count: int) -> Tensor:
 
 
 def _heavy_coefficients(stay_RX: Tensor, gain_RX: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Chance of at most k arrivals among the heavy tokens, and its derivative when each factor gets its gain added."""
+    """Return the chance of at most k arrivals among the heavy tokens, and its derivative as gains are added to the factors."""
     chance_RK = torch.nn.functional.pad(stay_RX.new_ones(len(stay_RX), 1), (0, count - 1))
     slope_RK = torch.zeros_like(chance_RK)
     for heavy in range(stay_RX.shape[1]):
@@ -186,13 +186,18 @@ def _heavy_coefficients(stay_RX: Tensor, gain_RX: Tensor, count: int) -> tuple[T
     return chance_RK.cumsum(-1), slope_RK.cumsum(-1)
 
 
+def mass_behind(draft_RV: Tensor) -> Tensor:
+    """Return the mass of all tokens that come after each token."""
+    return torch.nn.functional.pad(draft_RV.flip(-1).cumsum(-1).flip(-1)[:, 1:], (0, 1))
+
+
 def _others(draft_RV: Tensor) -> Tensor:
-    """Mass of all tokens but one, without cancellation where that one has nearly everything."""
+    """Return the mass of all tokens but each one, without cancellation even if that one has nearly all of it."""
     place_R1 = draft_RV.argmax(-1, keepdim=True)
     rest_R1 = draft_RV.scatter(1, place_R1, 0.0).sum(-1, keepdim=True)
     return (draft_RV.sum(-1, keepdim=True) - draft_RV).scatter(1, place_R1, rest_R1)
 
 
 def _shifted(values_RV: Tensor) -> Tensor:
-    """Move every column one to the right; zeros enter."""
+    """Move every column one to the right, and put zeros into the first."""
     return torch.nn.functional.pad(values_RV[:, :-1], (1, 0))

@@ -1,4 +1,4 @@
-"""Pages that need nothing from elsewhere: `report.html` (docs/bench-results.md), and that of `polydraft bench serve`."""
+"""Self-contained HTML pages: `report.html` (docs/bench-results.md), and the page of `polydraft bench serve`."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -29,11 +29,11 @@ _HEADS = {
     "time": ("Where the time goes", "Milliseconds per token, with prefill spread over all tokens."),
     "cost": (
         "What drafting costs",
-        "On the dashed line, a pass would cost as much as in plain decoding; the drop below it is the price of drafting and of "
+        "On the dashed line, a pass costs as much as in plain decoding; the distance below it is the price of drafting and of "
         "wider passes. Filled: no other method is as good on both axes.",
     ),
     "trees": ("Draft trees", "The root, on the left, is the last known token; numbers count the candidates per level."),
-    "tokens": ("Token view", "Who proposed each token of a text. The target checked every one of them."),
+    "tokens": ("Token view", "Who proposed each token of a text. The target checked all of them."),
     "measurement": ("How it was measured", "Everything you need to repeat it."),
 }
 """Title and first sentence of each section, by anchor."""
@@ -61,7 +61,7 @@ def _speedups(results: Mapping[str, Any]) -> str:
 
 
 def render(results: dict[str, Any]) -> str:
-    """Return the report of a `results.json`, schema 1, as one HTML page without links to elsewhere; all its text is escaped."""
+    """Return the report of a `results.json`, schema 1, as one HTML page without external links; all text is escaped."""
     methods = results["methods"]
     settings = results.get("settings") or {}
     bodies = {
@@ -85,7 +85,7 @@ def render(results: dict[str, Any]) -> str:
 
 
 def write_report(results: dict[str, Any], path: Path) -> None:
-    """Write the page of one benchmark, given its `results.json`, into a folder that exists."""
+    """Write the page of a benchmark, given its `results.json`, into a folder that exists."""
     write_text(path, render(results))
 
 
@@ -108,15 +108,10 @@ def _throughput(arms: Sequence[Mapping[str, Any]]) -> str:
 
 def _table(arms: Sequence[Mapping[str, Any]]) -> str:
     labels = ("Tokens/s", "Answers/s", "Goodput/s", *_TIMES.values(), "Errors")
-    head = "".join(f'<th role="columnheader" scope="col">{label}</th>' for label in ("Arm", *labels))
     rows = []
     for arm in arms:
         cells = [values.number(arm[name], 2) for name in ("tokens_per_second", "requests_per_second", "goodput")]
         cells += [" / ".join(f"{one:.3f}" for one in arm[f"{name}_seconds"].values()) for name in _TIMES]
         cells.append(f"{arm['errors']} of {arm['requests']}" + (f": {escape(arm['first_error'])}" if arm["errors"] else ""))
-        drawn = "".join(
-            f'<td role="cell" data-label="{label}"><span>{cell}</span></td>' for label, cell in zip(labels, cells, strict=True)
-        )
-        rows.append(f'<tr role="row"><th role="rowheader" scope="row"><code>{escape(arm["arm"])}</code></th>{drawn}</tr>')
-    return f"""<table role="table" class="headline"><thead role="rowgroup"><tr role="row">{head}</tr></thead>
-<tbody role="rowgroup">{"".join(rows)}</tbody></table>"""
+        rows.append(_sections.table_row(arm["arm"], dict(zip(labels, cells, strict=True))))
+    return _sections.table(("Arm", *labels), rows)

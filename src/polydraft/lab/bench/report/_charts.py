@@ -1,4 +1,4 @@
-"""The charts of the page: bars in rows, one panel per method, speed against tokens per pass, and draft trees."""
+"""The charts of the report: rows of bars, panels per method, speed against tokens per pass, and draft trees."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,17 +13,17 @@ from polydraft.lab.svg import escape
 Figures = Mapping[str, Any]
 
 PARTS = {"prefill": "P", "draft": "D", "target": "T", "verify": "V", "commit": "C", "other": "O"}
-"""Parts of a generation's time, each with the letter that marks it beside its colour."""
+"""Parts of a generation's time; each is marked by a colour and by this letter."""
 _ROW = 26.0
 _LETTER_SHARE = 0.09  # on a phone a bar is about 300 px wide; a narrower part has no room for its letter
 _PANEL_WIDTH, _PANEL_HEIGHT = 320.0, 190.0
 _LEFT, _RIGHT, _TOP, _BOTTOM = 46.0, 308.0, 18.0, 158.0
-_LABELLED = 8  # more points than this leave no room for a figure at each
+_LABELLED = 8  # with more points there is no room for a figure at each
 _PLANE_HEIGHT, _PLANE_FOOT, _PLANE_HEAD = 380.0, 44.0, 26.0
-_NOMINAL_WIDTH = 320.0  # labels are kept apart as on a phone; wider pages have more room
+_NOMINAL_WIDTH = 320.0  # labels are placed for a phone; wider pages have more room
 _OFFSETS = ((10, 4, "start"), (-10, 4, "end"), (0, -10, "middle"), (0, 19, "middle"), (10, -10, "start"), (10, 18, "start"))
 _TREE_TOP, _TREE_MARGIN = 26.0, 14.0
-_TALLEST = 360.0  # a tree of hundreds of leaves is drawn finer, not taller
+_TALLEST = 360.0  # trees with hundreds of leaves are drawn finer, not taller
 
 
 def _row(label: str, drawing: str, value: str) -> str:
@@ -54,14 +54,14 @@ def bars(figures: Mapping[str, float], scale: svg.Scale) -> str:
 
 
 def speedup_scale(methods: Mapping[str, Figures]) -> svg.Scale:
-    """One scale for all categories, from zero to the highest interval."""
+    """Return one scale for all categories, from zero to the highest interval."""
     everything = [part for figures in methods.values() for part in (figures, *(figures.get("categories") or {}).values())]
     found = [values.finite(part.get(key)) for part in everything for key in ("speedup", "speedup_high")]
     return svg.Scale(0, 1.04 * max([1.2, *(value for value in found if value is not None)]))
 
 
 def speedup_bar(figures: Figures, scale: svg.Scale) -> str:
-    """One bar from zero, the interval across its end, a line where the baseline stands."""
+    """Draw a speed-up as a bar from zero, with its interval and a line at the baseline."""
     shapes = _grid(scale)
     value, bounds = values.finite(figures.get("speedup")), values.interval(figures)
     middle = _ROW / 2
@@ -76,7 +76,7 @@ def speedup_bar(figures: Figures, scale: svg.Scale) -> str:
 
 
 def speedup_chart(title: str, rows: Mapping[str, Figures], scale: svg.Scale, note: str = "") -> str:
-    """Speed-ups of all methods on one set of prompts."""
+    """Draw the speed-ups of all methods on one set of prompts."""
     drawn = "".join(
         _row(f"<code>{escape(name)}</code>", speedup_bar(figures, scale), values.speedup(figures))
         for name, figures in rows.items()
@@ -87,7 +87,7 @@ def speedup_chart(title: str, rows: Mapping[str, Figures], scale: svg.Scale, not
 
 
 def time_parts(figures: Figures) -> dict[str, float] | None:
-    """Milliseconds per token of each part, and of what no part accounts for; None if unknown."""
+    """Return milliseconds per token by part, with the rest as "other"; None if unknown."""
     seconds, tokens = figures.get("seconds"), values.finite(figures.get("tokens"))
     if not seconds or not tokens:
         return None
@@ -110,7 +110,7 @@ def _time_bar(parts: Mapping[str, float], scale: svg.Scale) -> str:
 
 
 def time_chart(methods: Mapping[str, Figures]) -> str:
-    """Milliseconds per token, split by part, one row per method."""
+    """Draw milliseconds per token, split into parts, one row per method."""
     known = {name: parts for name, figures in methods.items() if (parts := time_parts(figures))}
     if not known:
         return '<p class="muted">No method reports how its time was spent.</p>'
@@ -131,7 +131,7 @@ def time_chart(methods: Mapping[str, Figures]) -> str:
 
 
 def figure(name: str, drawing: str, caption: str) -> str:
-    """Frame a panel, headed by its method."""
+    """Frame a drawing, with its method as heading and a caption."""
     return f'<figure class="card"><h3><code>{escape(name)}</code></h3>{drawing}<figcaption>{caption}</figcaption></figure>'
 
 
@@ -140,34 +140,35 @@ def _y(fraction: float) -> float:
 
 
 def _x(index: int, count: int) -> float:
-    """Middle of one of `count` equal columns."""
+    """Return the middle of one of `count` equal columns."""
     return _LEFT + (_RIGHT - _LEFT) * (index + 0.5) / count
 
 
-def _frame(top: float, columns: int, first: int, below: str) -> list[str]:
+def _frame(top: float, columns: int, below: str) -> list[str]:
+    """Draw the grid in per cent up to `top`, and the numbers of the columns from 1."""
     shapes = []
     for tick in svg.Scale(0, top).ticks(4):
         y = _y(tick / top)
         shapes += [svg.line(_LEFT, y, _RIGHT, y, "grid"), svg.text(_LEFT - 6, y + 4, f"{100 * tick:.0f} %", "end")]
     every = 1 + (columns - 1) // 12
-    shapes += [svg.text(_x(i, columns), _BOTTOM + 15, str(first + i)) for i in range(0, columns, every)]
+    shapes += [svg.text(_x(i, columns), _BOTTOM + 15, str(1 + i)) for i in range(0, columns, every)]
     return [*shapes, svg.text((_LEFT + _RIGHT) / 2, _BOTTOM + 30, below, kind="axis-name")]
 
 
 def _curve(points: Sequence[float | None], columns: int, kind: str) -> list[str]:
-    """Straight pieces between neighbouring known points."""
+    """Draw straight lines between neighbouring known points."""
     places = [None if point is None else (_x(i, columns), _y(min(1.0, point))) for i, point in enumerate(points)]
     return [svg.line(*a, *b, kind) for a, b in pairwise(places) if a and b]
 
 
 def acceptance_panels(methods: Mapping[str, Figures]) -> str:
-    """One panel per method: its acceptance at each depth, the other methods' in grey behind it."""
+    """Draw a panel per method: its acceptance at each depth, with the other methods in grey behind."""
     curves = {name: [values.finite(v) for v in figures.get("acceptance_by_depth") or []] for name, figures in methods.items()}
     curves = {name: curve for name, curve in curves.items() if curve}
     columns = max([1, *map(len, curves.values())])
     panels = []
     for name, curve in curves.items():
-        shapes = _frame(1.0, columns, 1, "depth in the draft")
+        shapes = _frame(1.0, columns, "depth in the draft")
         for other, points in curves.items():
             if other != name:
                 shapes += _curve(points, columns, "behind")
@@ -177,28 +178,28 @@ def acceptance_panels(methods: Mapping[str, Figures]) -> str:
                 shapes.append(svg.circle(_x(i, columns), _y(min(1.0, point)), 4, "dot"))
                 if columns <= _LABELLED:
                     shapes.append(svg.text(_x(i, columns), _y(min(1.0, point)) - 8, f"{100 * point:.0f}", kind="figure-label"))
-        said = ", ".join(f"depth {i}: {100 * p:.0f} %" for i, p in enumerate(curve, 1) if p is not None)
+        description = ", ".join(f"depth {i}: {100 * p:.0f} %" for i, p in enumerate(curve, 1) if p is not None)
         overall = values.percent(methods[name].get("acceptance_rate"))
-        drawing = svg.panel(_PANEL_WIDTH, _PANEL_HEIGHT, shapes, f"Acceptance by depth of {name}: {said}")
+        drawing = svg.panel(_PANEL_WIDTH, _PANEL_HEIGHT, shapes, f"Acceptance by depth of {name}: {description}")
         panels.append(figure(name, drawing, f"{overall} over all depths"))
     return _panels(panels, [name for name in methods if name not in curves and name != BASELINE])
 
 
 def _shares(figures: Figures) -> list[float]:
-    """Share of passes that yielded 1, 2, … tokens."""
+    """Return the shares of passes that yielded 1, 2, … tokens."""
     counts = {int(length): values.finite(count) or 0.0 for length, count in (figures.get("block_lengths") or {}).items()}
     total = sum(counts.values())
     return [counts.get(length, 0.0) / total for length in range(1, max(counts) + 1)] if total else []
 
 
 def length_panels(methods: Mapping[str, Figures]) -> str:
-    """One histogram per method: how many tokens its passes yielded."""
+    """Draw a histogram per method: how many tokens its passes yielded."""
     found = {name: shares for name, figures in methods.items() if name != BASELINE and (shares := _shares(figures))}
     columns = max([1, *map(len, found.values())])
     top = max([0.1, *(max(shares) for shares in found.values())]) * 1.08
     panels = []
     for name, shares in found.items():
-        shapes = _frame(top, columns, 1, "tokens per pass")
+        shapes = _frame(top, columns, "tokens per pass")
         width = 0.72 * (_RIGHT - _LEFT) / columns
         for i, share in enumerate(shares):
             if share > 0:
@@ -207,10 +208,10 @@ def length_panels(methods: Mapping[str, Figures]) -> str:
                 if columns <= _LABELLED:
                     written = f"{100 * share:.0f}" if share >= 0.005 else "<1"
                     shapes.append(svg.text(_x(i, columns), y - 4, written, kind="figure-label"))
-        said = ", ".join(f"{i}: {100 * share:.1f} %" for i, share in enumerate(shares, 1) if share)
+        description = ", ".join(f"{i}: {100 * share:.1f} %" for i, share in enumerate(shares, 1) if share)
         passes = sum(methods[name]["block_lengths"].values())
         mean = values.number(methods[name].get("tokens_per_pass"))
-        drawing = svg.panel(_PANEL_WIDTH, _PANEL_HEIGHT, shapes, f"Tokens per pass of {name}: {said}")
+        drawing = svg.panel(_PANEL_WIDTH, _PANEL_HEIGHT, shapes, f"Tokens per pass of {name}: {description}")
         panels.append(figure(name, drawing, f"{mean} tokens per pass, {passes:,.0f} passes"))
     return _panels(panels, [name for name in methods if name not in found and name != BASELINE])
 
@@ -221,7 +222,7 @@ def _panels(panels: Sequence[str], missing: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class Point:
-    """One method in the plane; `number` is its row in the table of figures."""
+    """One method in the plot of speed against tokens per pass; `number` is its row in the table of figures."""
 
     number: int
     method: str
@@ -235,7 +236,7 @@ class Point:
 
 
 def points_of(methods: Mapping[str, Figures]) -> list[Point]:
-    """Return the methods whose figures are both known."""
+    """Return the methods whose speed and tokens per pass are known."""
     found = []
     for index, (name, figures) in enumerate(methods.items(), 1):
         per_pass, speed = values.finite(figures.get("tokens_per_pass")), values.finite(figures.get("tokens_per_second"))
@@ -245,7 +246,7 @@ def points_of(methods: Mapping[str, Figures]) -> list[Point]:
 
 
 def _labels(points: list[Point], x: svg.Scale, y: svg.Scale) -> list[str]:
-    """Numbers beside their points, each at the first side where it covers nothing."""
+    """Draw each point's number on the side where it covers the fewest points and labels."""
     spots = [(x.fraction(p.tokens_per_pass) * _NOMINAL_WIDTH, _height(y, p.tokens_per_second)) for p in points]
     taken = list(spots)
     labels = []
@@ -265,7 +266,7 @@ def _height(y: svg.Scale, value: float) -> float:
 
 
 def pareto_plot(methods: Mapping[str, Figures]) -> str:
-    """Draw every method, filled if no other is as good on both axes, and the line on which drafting costs nothing."""
+    """Draw methods as points, filled if no other is as good on both axes, and the line on which drafting costs nothing."""
     points = points_of(methods)
     if not points:
         return '<p class="muted">No method reports both figures.</p>'
@@ -288,8 +289,10 @@ def pareto_plot(methods: Mapping[str, Figures]) -> str:
     for p in points:
         kind = "point best" if p.number in best else "point"
         shapes.append(svg.circle(x.x(p.tokens_per_pass), _height(y, p.tokens_per_second), 6, kind))
-    said = "; ".join(f"{p.method}: {p.tokens_per_pass:.2f} tokens per pass, {p.tokens_per_second:.1f} tokens/s" for p in points)
-    drawing = svg.fluid(_PLANE_HEIGHT, [*shapes, *_labels(points, x, y)], f"Tokens/s against tokens per pass. {said}")
+    description = "; ".join(
+        f"{p.method}: {p.tokens_per_pass:.2f} tokens per pass, {p.tokens_per_second:.1f} tokens/s" for p in points
+    )
+    drawing = svg.fluid(_PLANE_HEIGHT, [*shapes, *_labels(points, x, y)], f"Tokens/s against tokens per pass. {description}")
     rows = "".join(
         f'<li value="{p.number}"><code>{escape(p.method)}</code> <span class="muted">{p.tokens_per_pass:.2f} per pass, '
         f"{p.tokens_per_second:.1f}/s</span>{' <span class=badge>not beaten</span>' if p.number in best else ''}</li>"
@@ -310,7 +313,7 @@ def _free_line(methods: Mapping[str, Figures], x: svg.Scale, y: svg.Scale) -> li
 
 
 def levels_of(parents: Sequence[int]) -> list[int]:
-    """Depth of each node; a parent stands before its children."""
+    """Return the depth of each node; parents come before their children."""
     depths = [0]
     for node in range(1, len(parents)):
         depths.append(depths[parents[node]] + 1)
@@ -318,7 +321,7 @@ def levels_of(parents: Sequence[int]) -> list[int]:
 
 
 def rows_of(parents: Sequence[int]) -> list[float]:
-    """Row of each node: leaves in order, every other node in the middle of its children."""
+    """Return the row of each node: leaves in order, every other node in the middle of its children."""
     children: list[list[int]] = [[] for _ in parents]
     for node in range(1, len(parents)):
         children[parents[node]].append(node)

@@ -1,8 +1,8 @@
-"""A page's frame, its text and tables, and the token view, which a script draws from embedded data."""
+"""The frame of a page, its text and tables, and the token view, which a script draws from embedded data."""
 
 import json
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -14,14 +14,14 @@ Figures = Mapping[str, Any]
 
 TARGET = "target"
 STYLES = 6
-"""How many sources have a colour and an underline of their own (`.source-0` … in style.css); further ones share the last."""
+"""Number of sources with their own colour and underline (`.source-0` … in style.css); further sources share the last."""
 _EXPLAINED = {TARGET: "no draft proposed it", "model": "from the draft model"}
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
-"""The browser itself refuses any request of this page."""
+"""Makes the browser refuse any request that the page might make."""
 
 
 def page(title: str, body: str, *, before: str = "", script: str = "") -> str:
-    """Return a whole HTML page: `before` precedes the main part `body`, and `script` names a file of this package."""
+    """Return a whole HTML page: `before` goes before the main part `body`, and `script` names a file of this package."""
     ending = f"<script>\n{_file(script)}</script>\n" if script else ""
     return f"""<!doctype html>
 <html lang="en">
@@ -49,7 +49,7 @@ def _file(name: str) -> str:
 
 
 def header(results: Figures) -> str:
-    """Title, what ran on what, and the findings in a sentence each."""
+    """Return the title, the models and machine, and the findings."""
     settings, machine = results.get("settings") or {}, results.get("machine") or {}
     place = machine.get("gpu") or machine.get("cpu")
     facts = [
@@ -71,7 +71,7 @@ def header(results: Figures) -> str:
 
 
 def findings(results: Figures) -> list[str]:
-    """Speed, identity and failures, each in one sentence."""
+    """Return the best speed-up, the check of greedy texts and the failures, in a sentence each."""
     methods = results["methods"]
     rated = {
         name: value
@@ -110,7 +110,7 @@ def findings(results: Figures) -> list[str]:
 
 
 def identity(name: str, figures: Figures) -> str:
-    """Write how many texts equal the baseline's, and how the others differ."""
+    """Return how many texts equal the baseline's, and how the others differ."""
     same, prompts = values.finite(figures.get("identical")), values.finite(figures.get("prompts"))
     if name == BASELINE:
         return '<span class="muted">baseline</span>'
@@ -135,8 +135,24 @@ def _joules(figures: Figures) -> str:
     return values.NOT_AVAILABLE if value is None else values.number(value, 2)
 
 
+def table(head: Sequence[str], rows: Iterable[str], caption: str = "") -> str:
+    """Return a table of `table_row`s; on a phone each row becomes a card."""
+    cells = "".join(f'<th role="columnheader" scope="col">{name}</th>' for name in head)
+    return f"""<table role="table" class="headline">{caption}<thead role="rowgroup"><tr role="row">{cells}</tr></thead>
+<tbody role="rowgroup">{"".join(rows)}</tbody></table>"""
+
+
+def table_row(name: str, cells: Mapping[str, str], *, before: str = "", error: str = "", failed: bool = False) -> str:
+    """Return a row headed by a method's or an arm's name, with cells by column."""
+    written = "".join(f'<td role="cell" data-label="{label}"><span>{cell}</span></td>' for label, cell in cells.items())
+    kind = ' class="failed"' if failed else ""
+    return (
+        f'<tr role="row"{kind}>{before}<th role="rowheader" scope="row"><code>{escape(name)}</code>{error}</th>{written}</tr>'
+    )
+
+
 def headline_table(methods: Mapping[str, Figures]) -> str:
-    """All methods, all main figures; on a phone each row becomes a card."""
+    """Return the table of all methods with their main figures."""
     columns: dict[str, Callable[[str, Figures], str]] = {
         "Tokens/s": lambda name, f: values.number(f.get("tokens_per_second"), 1),
         "Speed-up": lambda name, f: '<span class="muted">1×</span>' if name == BASELINE else values.speedup(f),
@@ -148,29 +164,26 @@ def headline_table(methods: Mapping[str, Figures]) -> str:
         "J/token": lambda name, f: _joules(f),
         "Status": lambda name, f: _status(f),
     }
-    head = "".join(f'<th role="columnheader" scope="col">{name}</th>' for name in ("#", "Method", *columns))
-    rows = []
-    for index, (name, figures) in enumerate(methods.items(), 1):
-        error = f'<span class="error">{escape(figures["error"])}</span>' if figures.get("error") else ""
-        cells = "".join(
-            f'<td role="cell" data-label="{label}"><span>{cell(name, figures)}</span></td>' for label, cell in columns.items()
+    rows = [
+        table_row(
+            name,
+            {label: cell(name, figures) for label, cell in columns.items()},
+            before=f'<td role="cell" class="index">{index}</td>',
+            error=f'<span class="error">{escape(figures["error"])}</span>' if figures.get("error") else "",
+            failed=figures.get("status") == "failed",
         )
-        failed = ' class="failed"' if figures.get("status") == "failed" else ""
-        rows.append(
-            f'<tr role="row"{failed}><td role="cell" class="index">{index}</td>'
-            f'<th role="rowheader" scope="row"><code>{escape(name)}</code>{error}</th>{cells}</tr>'
-        )
+        for index, (name, figures) in enumerate(methods.items(), 1)
+    ]
     caption = (
-        "Speed-up is over <code>ar</code>, plain decoding, with its 95\N{NO-BREAK SPACE}% interval "
-        "(bootstrap over prompts, paired): ▲ faster, ▼ slower, ≈ within noise; fewer than six prompts have no interval. "
-        "“Same text” counts prompts whose tokens equal those of <code>ar</code>."
+        "<caption>Speed-up is over <code>ar</code>, plain decoding, with its 95\N{NO-BREAK SPACE}% interval "
+        "(bootstrap over prompts, paired): ▲ faster, ▼ slower, ≈ within noise; with fewer than six prompts there is none. "
+        "“Same text” counts prompts whose tokens equal those of <code>ar</code>.</caption>\n"
     )
-    return f"""<table role="table" class="headline"><caption>{caption}</caption>
-<thead role="rowgroup"><tr role="row">{head}</tr></thead><tbody role="rowgroup">{"".join(rows)}</tbody></table>"""
+    return table(("#", "Method", *columns), rows, caption)
 
 
 def facts_table(title: str, facts: Figures) -> str:
-    """Names and values, one row each."""
+    """Return a table of names and values, one per row."""
     rows = "".join(
         f'<tr><th scope="row">{escape(str(name).replace("_", " "))}</th><td>{values.plain(value)}</td></tr>'
         for name, value in facts.items()
@@ -179,7 +192,7 @@ def facts_table(title: str, facts: Figures) -> str:
 
 
 def provenance(results: Figures) -> str:
-    """How it was measured: settings, machine, versions, command."""
+    """Return how it was measured: settings, machine, versions and command."""
     machine = dict(results.get("machine") or {})
     if "memory_bytes" in machine:
         memory = machine.pop("memory_bytes")
@@ -193,28 +206,28 @@ def provenance(results: Figures) -> str:
         settings.update({f"prompts: {name}": value for name, value in prompts.items()})
     run = {"measured": results.get("created"), "git revision": results.get("git_revision"), "schema": results.get("schema")}
     return f"""<p>Times are wall-clock seconds of whole generations, prefill included, on synchronised devices. Each prompt
-counts with the median seconds per token over its repeats.</p>
+counts with its median seconds per token over all repeats.</p>
 <pre class="command"><code>{values.plain(written)}</code></pre>
 <div class="panels facts-grid">{facts_table("Settings", settings)}{facts_table("Machine", machine)}
 {facts_table("Versions", results.get("versions") or {})}{facts_table("Run", run)}</div>"""
 
 
 def sources_of(samples: Sequence[Mapping[str, Any]]) -> list[str]:
-    """List the sources that occur: the target, the draft model, then others in order of appearance."""
+    """Return the sources that occur: the target, the draft model, then others in order of appearance."""
     found = dict.fromkeys(str(token.get("source", TARGET)) for sample in samples for token in sample.get("tokens") or [])
     first = [TARGET, *(name for name in ("model",) if name in found)]
     return [*first, *(name for name in found if name not in first)]
 
 
 def _packed(token: Mapping[str, Any], sources: Sequence[str]) -> list[Any]:
-    """Text, source and, where it is known, pass."""
+    """Return a token's text, source and, if known, pass."""
     packed = [str(token.get("text", "")), sources.index(str(token.get("source", TARGET)))]
     turn = values.finite(token.get("pass"))
     return packed if turn is None else [*packed, int(turn)]
 
 
 def embedded(samples: Sequence[Mapping[str, Any]]) -> str:
-    """Return the samples as JSON with `<`, `>` and `&` escaped, so that no text can break out of its element."""
+    """Return the samples as JSON, with `<`, `>` and `&` escaped so that no text can break out of its element."""
     sources = sources_of(samples)
     data = {
         "sources": sources,
@@ -239,7 +252,7 @@ def _options(names: Sequence[str], chosen: str) -> str:
 
 
 def token_view(results: Mapping[str, Any]) -> str:
-    """Selectors, legend and an empty place for the text; the data beside it."""
+    """Return the selectors, the legend, an empty element for the text, and the data from which a script fills it."""
     samples = results.get("samples") or []
     if not samples:
         return '<p class="muted">These results hold no sample texts.</p>'

@@ -1,4 +1,4 @@
-"""Figures as text; a missing figure is shown as missing, never as zero."""
+"""Write figures as text; a missing figure is shown as missing, never as zero."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -50,7 +50,7 @@ def interval(figures: Mapping[str, Any]) -> tuple[float, float] | None:
 
 
 def speedup_verdict(figures: Mapping[str, Any]) -> str:
-    """Say whether a speed-up is one: "faster", "slower", "noise" (the interval holds 1) or "unknown"."""
+    """Return "faster", "slower", "noise" (the 95 % interval contains 1) or "unknown" (there is no interval)."""
     bounds = interval(figures)
     if bounds is None:
         return "unknown"
@@ -60,7 +60,7 @@ def speedup_verdict(figures: Mapping[str, Any]) -> str:
 
 
 VERDICT_MARKS = {"faster": "▲", "slower": "▼", "noise": "≈", "unknown": ""}
-"""Signs that go with the colours."""
+"""Signs shown beside the colours, for readers who cannot tell these apart."""
 
 
 def speedup(figures: Mapping[str, Any]) -> str:
@@ -75,7 +75,7 @@ def speedup(figures: Mapping[str, Any]) -> str:
 
 
 def plain(value: object) -> str:
-    """Write any setting as escaped text."""
+    """Write a setting of any type as escaped text."""
     if value is None or (isinstance(value, float) and not math.isfinite(value)):
         return NOT_AVAILABLE
     if isinstance(value, bool):
@@ -101,7 +101,7 @@ def missing_note(methods: Iterable[str]) -> str:
 
 
 def categories_of(results: Mapping[str, Any]) -> list[str]:
-    """Categories in the order in which the methods first name them."""
+    """Return the categories in the order in which they first occur."""
     found: dict[str, None] = {}
     for figures in results["methods"].values():
         found.update(dict.fromkeys(figures.get("categories") or {}))
