@@ -274,10 +274,10 @@ def round_seconds(decoder: Decoder, params: SamplingParams, length: int) -> tupl
     prompt = torch.randint(10, 30000, (length + 8,), generator=torch.Generator().manual_seed(1)).tolist()
     warm_up = decoder.stream(prompt, sampling=params, max_new_tokens=400, seed=0)
     for _ in range(80):  # so that the rounds that count, and some more, find captures of their kind
-        warm_up._engine.step()
+        warm_up.engine.step()
     warm_up.close()
     stream = decoder.stream(prompt, sampling=params, max_new_tokens=400, seed=0)
-    run, workspace = stream._engine, stream._engine._workspace
+    run, workspace = stream.engine, stream.engine.workspace
     for _ in range(10):
         run.step()
     start = time.perf_counter()

@@ -54,7 +54,7 @@ def show(name: str, decoder: Decoder, prompts: list[list[int]], sampling: Sampli
     decoder.warm_up(sampling=sampling, batch_size=len(prompts), longest=900)
     started(decoder, prompts, sampling).close()  # meets what was not rehearsed
     stream = started(decoder, prompts, sampling)
-    run: Engine = stream._engine
+    run: Engine = stream.engine
     start = time.perf_counter()
     for _ in range(_TIMED):
         run.step()
@@ -89,7 +89,7 @@ def started(decoder: Decoder, prompts: list[list[int]], sampling: SamplingParams
     """Begin texts and run some rounds of them."""
     stream = decoder.stream(prompts, sampling=sampling, max_new_tokens=600, seed=0)
     for _ in range(_WARM):
-        stream._engine.step()
+        stream.engine.step()
     return stream
 
 

@@ -175,7 +175,6 @@ def overhead(options: argparse.Namespace, decoder: Decoder, prompts: list[list[i
         serve = ServeOptions(slots=count, slot_tokens=LONGEST, chunk_tokens=CHUNK, port=0, max_queue=count)
         service, listening, address = Service(decoder, serve), listen(serve), queue.Queue[str]()
         server = Server(make_app(service), service, listening, address.put)
-        server.install_signal_handlers = lambda: None
         serving = threading.Thread(target=server.serve_until_drained)
         serving.start()
         url = address.get()
