@@ -1,4 +1,4 @@
-"""Dynamic trees of one size, for one text at temperature 0 on a GPU: rounds are captured, and kernels grow the trees."""
+"""Dynamic trees of a fixed size, for one text at temperature 0 on a GPU: rounds are captured, and kernels grow the trees."""
 
 import dataclasses
 
@@ -16,7 +16,7 @@ from polydraft.verify import SCHEMES
 
 
 def ranking_params(params: RowParams, draft_temperature: float | None, greedy: float = FAIR.greedy_temperature) -> RowParams:
-    """Return the rows' parameters for ranking candidates; `greedy` is the temperature where the target's is 0."""
+    """Return the rows' parameters for ranking candidates; `greedy` replaces a target temperature of 0."""
 
     def ranking(row: SamplingParams) -> SamplingParams:
         temperature = draft_temperature or row.temperature or greedy
@@ -28,10 +28,10 @@ def ranking_params(params: RowParams, draft_temperature: float | None, greedy: f
 
 
 class FixedBuilder(DistributionBuilder):
-    """Grow trees of all levels and nodes that a shape allows, of the likeliest candidates.
+    """Grow trees of the likeliest candidates, with as many levels and nodes as the shape allows.
 
-    Candidates are chosen by rank, not drawn, so that verification by naive sampling is exact at any temperature; at
-    temperature 0 it accepts as much as any exact verifier could.
+    Candidates are chosen by rank, not drawn, so naive sampling is an exact verification at any temperature. At temperature 0
+    no exact verifier accepts more.
 
     Parameters
     ----------
@@ -42,7 +42,7 @@ class FixedBuilder(DistributionBuilder):
     vocab_size : int
         The target's.
     draft_temperature : float, optional
-        Temperature of the distributions that rank candidates; the target's otherwise, 1 where that is 0.
+        Temperature of the distributions that rank candidates; by default the target's, or 1 if that is 0.
     """
 
     asked_scheme = "auto"
@@ -67,7 +67,7 @@ class FixedBuilder(DistributionBuilder):
 
     @property
     def places(self) -> int:
-        """A full front on every level, behind the lead."""
+        """A full front on every level, after the lead."""
         return self.source.lead + 1 + self.shape.beam * (self.shape.depth - 1)
 
     def _draft_params(self, params: RowParams) -> RowParams:
@@ -84,11 +84,11 @@ class FixedBuilder(DistributionBuilder):
         return self._grown.draft
 
     def form(self, dtype: torch.dtype) -> Form[..., Grown] | None:
-        """Return which form of growth these rows have for logits of some format; None for the reference."""
+        """Return the backend's form of growth for these rows and logits of this dtype; None for the reference."""
         return grow_likeliest.chosen(*self._made_up(dtype))
 
     def made_up(self, dtype: torch.dtype) -> DraftTree:
-        """Grow a tree of even logits."""
+        """Grow a tree from uniform logits."""
         return grow_likeliest(*self._made_up(dtype)).draft
 
     def _made_up(self, dtype: torch.dtype) -> tuple[DynamicShape, Passes, DraftDistributions, Tensor, Tensor, Expand]:
@@ -103,6 +103,6 @@ class FixedBuilder(DistributionBuilder):
         return self.shape, self._passes, distributions, root_B, logits_BWV[:, :1], expand
 
     def places_of(self, path_BD: Tensor) -> Tensor:
-        """Nodes are where their levels put them; any place for nodes without children."""
+        """Return the places that the nodes' levels gave them; any place for nodes without children."""
         assert self._grown is not None, "build() comes first"
         return self._grown.places_BN.gather(1, path_BD)

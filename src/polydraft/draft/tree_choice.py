@@ -1,7 +1,7 @@
-"""Which of a few static trees the rounds of a batch use: one that pays, or a fixed one for texts that must not depend on load.
+"""Which of a few static trees a round uses: the one that pays, or a fixed one for texts that must not depend on load.
 
-What pays depends on the machine: texts that a seed must give again have the steady tree in all their rounds, or are limited to
-it in rounds of a larger one.
+What pays depends on the machine. So texts that a seed must reproduce have the *steady* tree in all rounds, or are limited to it
+in rounds of a larger tree.
 """
 
 import time
@@ -12,18 +12,18 @@ from polydraft.draft.speedup import tree_tokens
 from polydraft.trees import Topology, parse_tree
 
 _DEEPEST = 4
-"""Levels of smaller trees at most."""
+"""Most levels of smaller trees."""
 FAIR = (0.55, 0.14, 0.06, 0.04)
-"""Chances that a fair draft's first child is accepted, its second, and so on: they say how trees compare."""
+"""Chances that an average draft's first child is accepted, its second, and so on, to compare trees."""
 _STEADY = 3
-"""Most nodes of the tree that texts with a seed have in company: those of a chain of two, which pays for 2 rows as for 64."""
+"""Most nodes of the steady tree of a batch: those of a chain of two, which pays for 2 rows as well as for 64."""
 
 
 def smaller_trees(largest: Topology) -> tuple[Topology, ...]:
-    """Return the trees that may stand in for one where many rows share a pass, smallest first; the first is the root alone.
+    """Return the trees that may replace a larger one when many rows share a pass, smallest first; the first is a lone root.
 
-    Chains come before trees: a token more per row is cheapest where it is likeliest, and a chain's tokens are read as a text,
-    and kept where they are.
+    Chains come before trees: another token pays best where it is likeliest, and a chain's tokens are read like a text and need
+    not be moved when committed.
     """
     depth = min(largest.depth, _DEEPEST)
     found = [parse_tree("none"), *(parse_tree(f"chain:{length}") for length in sorted({1, 2, depth}) if length <= depth)]
@@ -41,9 +41,9 @@ class TreeChoice:
         Smallest first; the last is the one that was asked for.
     timings : Timings
     rows : int
-        Of the batch, at first.
+        Initial rows of the batch.
     clock : callable
-        Seconds.
+        Returns seconds.
     """
 
     def __init__(
@@ -56,31 +56,31 @@ class TreeChoice:
         self.ladder = Ladder(rungs, timings, rows, clock)
         self._company = rows > 1
         self.alone, self.steady, self.mixed = True, False, False
-        """Whether rounds have one row, whether some row's tree must be the same whatever pays, and whether others' need not."""
+        """Whether rounds have one row, whether some rows must have the steady tree, and whether others need not."""
         self.rehearsed: int | None = None
-        """Place of the tree that all rounds have whatever pays: in rehearsals."""
+        """Place of the tree of all rounds during a rehearsal; else None."""
 
     @property
     def place(self) -> int:
-        """Which tree the next round has."""
+        """Place of the next round's tree."""
         if self.rehearsed is not None:
             return self.rehearsed
         if self.steady and not self.mixed:
             return self.steady_place
         place = self.ladder.largest if self.alone else self.ladder.place
-        # A larger tree has room for the steady one, to which its rows are then limited.
+        # A larger tree may contain the steady one; steady rows are then limited to that.
         return place if not self.steady or (place > self.steady_place and self.spine(place)) else self.steady_place
 
     @property
     def steady_place(self) -> int:
-        """Tree of texts whose trees must not depend on load or machine: in company a short chain, which is cheap for all."""
+        """Place of the steady tree: the largest for a text alone, and in a batch a short chain, which is cheap for all."""
         small = [place for place, tree in enumerate(self.trees) if tree.num_nodes <= _STEADY]
         return small[-1] if self._company else self.ladder.largest
 
     def spine(self, place: int) -> tuple[int, ...]:
-        """Return the nodes of a tree that stand for those of the steady one, root first; none where they are not all there.
+        """Return the nodes of a tree that make up the steady tree, root first; empty if the tree does not contain it.
 
-        They are the first children of first children, and so the first nodes of their levels.
+        They are first children of first children, and so the first nodes of their levels.
         """
         steady, tree, nodes = self.trees[self.steady_place], self.trees[place], [0]
         while steady.max_children == 1 and len(nodes) < steady.num_nodes and tree.children[nodes[-1]]:
@@ -92,10 +92,10 @@ class TreeChoice:
         self.ladder.settle(self.place, rows, accepted if self.rehearsed is None else (), scheme)
 
     def kinds(self, rows: int) -> list[int]:
-        """Return the places of all trees that rounds of so many rows may have."""
+        """Return the places of all trees that rounds with this many rows may have."""
         found = self.ladder.worth_a_trial(rows)
         return found if self.steady_place in found else [*found, self.steady_place]
 
     def mixed_kinds(self, rows: int) -> list[int]:
-        """Return those of them in which some rows may be limited to the steady tree."""
+        """Return the places of trees in which some rows may be limited to the steady tree."""
         return [place for place in self.kinds(rows) if rows > 1 and place > self.steady_place and self.spine(place)]
