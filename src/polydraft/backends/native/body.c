@@ -1,8 +1,8 @@
 /* A pass of a Llama-shaped model, or of a feature head, in one call.
  *
- * All threads go through the same stages; between two of them they wait for each other. Inside a stage they take items (some
- * rows of a product, one token's norm, one token's attention with some heads) until none is left: who computes an item does
- * not change its bits.
+ * All threads go through the same stages, and wait for each other between stages. Within a stage they take items (some rows of a
+ * product, one token's norm, one token's attention with some heads) until none is left; which thread computes an item does not
+ * change its bits.
  */
 #define _GNU_SOURCE /* for sched_getcpu */
 #include <math.h>
@@ -19,7 +19,7 @@ typedef struct {
 typedef struct {
     const Layer *layers;
     const void *final_norm, *embedding;
-    const void *feature_norm, *token_norm;   /* of a feature head, whose entries `join` brings into one */
+    const void *feature_norm, *token_norm;   /* only in feature heads, where `join` multiplies both */
     Matrix join;
     int64_t num_layers, hidden, queries, keys, channels, mlp, vocabulary;
     float epsilon, scale;
@@ -29,21 +29,21 @@ typedef struct {
 
 typedef struct {
     const int64_t *tokens;                   /* ids, row by row of the batch */
-    const int64_t *depths;                   /* positions behind the committed text */
-    const int64_t *chosen;                   /* uncommitted places that tokens take; none: those from `start` on */
+    const int64_t *depths;                   /* positions after the committed text */
+    const int64_t *chosen;                   /* uncommitted places that tokens take; null: those from `start` on */
     const int64_t *lengths;                  /* committed tokens per row */
     int64_t *slot_positions;                 /* [batch, slot_stride] */
     const uint8_t *visible;                  /* uncommitted places that a token sees */
     const float *cosines, *sines;            /* [positions, channels] */
-    const void *features;                    /* of a feature head: what its entries begin with */
-    void *keys, *values;                     /* [layers, stored rows, heads, slots, channels], from the first row on */
+    const void *features;                    /* only for feature heads: the features before each token */
+    void *keys, *values;                     /* [layers, stored rows, heads, slots, channels], from the batch's first row on */
     void *output;                            /* [tokens, output_stride]: last hidden states, then taps */
     const int64_t *taps;
-    char *memory;                            /* as much as `polydraft_memory` says */
+    char *memory;                            /* as many bytes as `polydraft_memory` says */
     int64_t batch, size, start, places, capacity, most_position;
     int64_t depth_batch, depth_token, visible_batch, visible_token, visible_place, slot_stride, output_stride;
-    int64_t num_taps, window, threads;       /* a window of 0 is none */
-    int64_t stored;                          /* rows per layer of keys and values: the batch may be some of them */
+    int64_t num_taps, window, threads;       /* a window of 0 means no window */
+    int64_t stored;                          /* rows per layer of keys and values; the batch may be only some of them */
 } Pass;
 
 typedef struct {
@@ -53,19 +53,19 @@ typedef struct {
     int32_t *places;                         /* uncommitted slots that each token sees, in order */
     int32_t *counts, *starts;
     int64_t *positions, *slots;              /* of each token */
-    int32_t *next;                           /* items taken, per stage */
+    int32_t *next;                           /* items taken so far, per stage */
     Meeting *meeting;
     int64_t wide_stride, mixed_stride, input_stride, scores_stride;
 } Memory;
 
 #define STAGES_PER_LAYER 10
-#define APART 16  /* counters stand in lines of their own */
+#define APART 16  /* each counter has its own cache line */
 
 static int64_t align(int64_t bytes) { return (bytes + 63) / 64 * 64; }
 
 static int64_t stages(const Body *b, const Pass *p) { return STAGES_PER_LAYER * (b->num_layers + 1) + p->num_taps; }
 
-/* Lay the working memory out; returns its size. */
+/* Lay out the working memory; returns its size. */
 static int64_t lay_out(const Body *b, const Pass *p, Memory *m) {
     const int64_t tokens = p->batch * p->size, heads = (b->queries + 2 * b->keys) * b->channels;
     const int64_t mixed = MAX(b->queries * b->channels, MAX(b->mlp, b->feature_norm ? 2 * b->hidden : 0));
@@ -112,7 +112,7 @@ static int omp_get_thread_num(void) { return 0; }
 static int omp_get_num_threads(void) { return 1; }
 #endif
 
-/* Threads that came may be fewer than were asked for, so they are counted before the first meeting. */
+/* There may be fewer threads than requested, so they are counted before the first meeting. */
 static int64_t arrive(Meeting *m) {
 #pragma omp single
     *m = (Meeting){.threads = omp_get_num_threads()};
@@ -125,14 +125,14 @@ static int64_t arrive(Meeting *m) {
 
 enum { STORE, ADD, GATE };
 
-/* Rows that a thread takes at a time: many side by side, since memory is ahead of their use, but some items for each thread. */
+/* Rows that a thread takes at a time: many adjacent ones, for prefetching, but several items for each thread. */
 static int64_t share_of(const Matrix *m, int64_t rows, int64_t threads) {
     const int64_t bytes = m->stride * (m->format == INT8 ? 1 : m->format == BFLOAT16 ? 2 : 4);
     const int64_t even = MIN(rows / (4 * threads), SHARE / bytes) / TILE_ROWS * TILE_ROWS;
     return MAX(TILE_ROWS, even);
 }
 
-/* What becomes of the products of some tokens with some rows. GATE: SiLU of the first times the second. */
+/* Store or add the products of a token with some rows, or with GATE store SiLU of the first times the second. */
 static void put(int kind, float *target, float *sum, float *other, int64_t count) {
     if (kind == STORE) memcpy(target, sum, (size_t)count * 4);
     else if (kind == ADD) for (int64_t r = 0; r < count; r++) target[r] += sum[r];
@@ -146,7 +146,7 @@ static void put(int kind, float *target, float *sum, float *other, int64_t count
     }
 }
 
-/* Multiply all tokens with a weight. GATE takes rows from both halves of the weight. */
+/* Multiply all tokens by a weight. GATE takes rows from both halves of the weight. */
 static void product(Worker *w, const Matrix *matrix, int kind, float *to, int64_t pitch) {
     const int64_t rows = kind == GATE ? matrix->rows / 2 : matrix->rows, share = share_of(matrix, rows, w->p->threads);
     const int64_t shares = (rows + share - 1) / share, blocks = (w->tokens + BLOCK - 1) / BLOCK;
@@ -206,7 +206,7 @@ static void norm_all(Worker *w, const void *weight, const Matrix *next) {
 
 /* --- attention ---------------------------------------------------------------------------------------------------------- */
 
-/* Where tokens stand; returns whether their slots exist. */
+/* Find the tokens' slots and positions; returns whether the slots exist. */
 static int place_tokens(const Body *b, const Pass *p, const Memory *m) {
     for (int64_t token = 0; token < p->batch * p->size; token++) {
         const int64_t row = token / p->size, column = token % p->size;
@@ -220,7 +220,7 @@ static int place_tokens(const Body *b, const Pass *p, const Memory *m) {
     return b->queries % b->keys == 0;
 }
 
-/* Which slots each token sees: committed ones from `starts` on, then these. Increasing slots are the order of a path. */
+/* Find the slots that each token sees: committed ones from `starts` on, then `places`, whose order is that of the path. */
 static void find_places(Worker *w) {
     const Pass *p = w->p;
     EACH_ITEM(w->tokens) {
@@ -250,7 +250,7 @@ static int64_t slot_place(const Worker *w, int64_t layer, int64_t row, int64_t h
     return ((layer * w->p->stored + row) * w->b->keys + head) * w->p->capacity * w->b->channels;
 }
 
-/* Turn queries and keys by their positions; put keys and values into their slots. */
+/* Rotate queries and keys by their positions (RoPE), and store keys and values in their slots. */
 static void rotate_store(Worker *w, int64_t layer) {
     const Body *b = w->b;
     EACH_ITEM(w->tokens) {
@@ -270,36 +270,36 @@ static void rotate_store(Worker *w, int64_t layer) {
 typedef struct {
     const void *keys, *values;  /* of one row and head */
     const int32_t *places;
-    int64_t start, committed, count;  /* committed slots that are seen, and all that are */
+    int64_t start, committed, count;  /* first committed slot seen, number of committed slots seen, and of all slots seen */
 } Sight;
 
 INLINE int64_t seen_slot(const Sight *s, int64_t i) {
     return i < s->committed ? s->start + i : s->places[i - s->committed];
 }
 
-/* Numbers of a vector; what may be its last ones costs more to read, so that loops over whole vectors say that they are. */
+/* Load a vector; a vector that may be cut off (ragged) is slower to load, so loops over whole vectors are separate. */
 INLINE Floats part(const int format, const int ragged, const void *from, int64_t place, int64_t left) {
     return load_as(format, from, place, ragged ? left : LANES);
 }
 
-/* Some heads read the same keys and values; each number is read once for up to HEADS of them. How many is a constant wherever
- * this is inlined, and changes nothing in the order of any sum.
+/* Several heads read the same keys and values, so each number is read once for up to HEADS of them. `heads` is a constant
+ * wherever this is inlined, and does not change the order of any sum.
  */
 #define HEADS (LANES == 8 ? 2 : 4)
-#define SPAN 16          /* vectors of channels that are mixed at a time, at most: no sum waits for the one before */
+#define SPAN 16          /* most vectors of channels mixed at a time, so that no sum waits for the one before */
 #define SPAN_OF(heads) ((heads) == 1 && LANES == 4 ? SPAN : 4)
-#define SLOTS_AHEAD 12   /* that memory brings before they are read */
+#define SLOTS_AHEAD 12   /* slots to prefetch ahead */
 #define EACH_HEAD _Pragma("GCC unroll 4") for (int h = 0; h < heads; h++)
 #define EACH_SLOT _Pragma("GCC unroll 4") for (int j = 0; j < 4; j++)
 
 typedef struct {
-    const float *query;  /* of the first head; the others' stand behind it, and so do scores and outputs */
+    const float *query;  /* of the first head; the other heads' follow, and likewise for scores and outputs */
     float *scores, *to;
     int64_t channels, scores_stride;
     float scale, factors[HEADS];
 } Heads;
 
-/* Scores with four slots, of which `some` are asked for. */
+/* Scores with four slots, of which the first `some` are stored. */
 INLINE void score_four(const int format, const int ragged, const int heads, const Heads *a, const char *const key[4], int64_t i,
                        int64_t some) {
     Floats sum[HEADS][4];
@@ -332,10 +332,10 @@ INLINE void score(const int format, const int ragged, const int heads, const Hea
     }
 }
 
-/* Turn scores into weights; returns one over their sum. */
+/* Turn scores into weights, in place; returns 1 over their sum. */
 static float weigh(float *scores, int64_t count) {
     Floats high = all(scores[0]), sum = {0};
-    for (int64_t i = count; i % LANES; i++) scores[i] = -INFINITY;  /* there is room; their weight is as good as nothing */
+    for (int64_t i = count; i % LANES; i++) scores[i] = -INFINITY;  /* the buffer has room; they are not counted below */
     for (int64_t i = 0; i < count; i += LANES) {
         const Floats part = load(scores + i);
         high = choose(part > high, part, high);
@@ -351,7 +351,7 @@ static float weigh(float *scores, int64_t count) {
     return 1.0f / one_sum(sum);
 }
 
-/* Sums of the values of all slots, weighed, for some channels from `first` on. */
+/* Weighted sums of the values of all slots, for some channels from `first` on. */
 #define EACH_VECTOR _Pragma("GCC unroll 16") for (int v = 0; v < vectors; v++)
 INLINE void mix_span(const int format, const int ragged, const int heads, const int vectors, const Heads *a, const Sight *s,
                      int64_t first) {
@@ -399,7 +399,7 @@ static void attend(Worker *w, int64_t layer) {
     const Body *b = w->b;
     const Pass *p = w->p;
     const int64_t group = b->queries / b->keys, lone = w->tokens * b->keys < 4 * p->threads;
-    const int64_t share = lone ? 1 : group, shares = b->queries / share;  /* heads that one item takes */
+    const int64_t share = lone ? 1 : group, shares = b->queries / share;  /* heads per item */
     const size_t size = b->format == BFLOAT16 ? 2 : 4;
     EACH_ITEM(w->tokens * shares) {
         const int64_t token = item / shares, head = item % shares * share, row = token / p->size;
@@ -451,7 +451,7 @@ static void run_layer(Worker *w, int64_t number) {
     norm_all(w, layer->attention_norm, &layer->qkv);
     product(w, &layer->qkv, STORE, m->wide, m->wide_stride);
     rotate_store(w, number);
-    if (!w->p->output && number + 1 == w->b->num_layers) return; /* nobody wants outputs: keys and values are all */
+    if (!w->p->output && number + 1 == w->b->num_layers) return; /* only keys and values are wanted */
     attend(w, number);
     prepare_all(w, &layer->output, m->mixed, m->mixed_stride);
     product(w, &layer->output, ADD, m->hidden, w->b->hidden);
@@ -479,7 +479,7 @@ int64_t polydraft_memory(const Body *body, const Pass *pass) {
     return lay_out(body, &blank, &memory);
 }
 
-/* Returns whether all tokens had places. */
+/* Run a pass; returns whether the slots of all tokens exist. */
 int32_t polydraft_pass(const Body *body, const Pass *pass) {
     Memory memory;
     lay_out(body, pass, &memory);
@@ -501,7 +501,7 @@ int32_t polydraft_pass(const Body *body, const Pass *pass) {
     return 1;
 }
 
-/* Outputs of one matrix: float32 inputs and outputs, one line per token. `memory`: as `polydraft_product_memory` says. */
+/* Bytes of memory that `polydraft_product` needs: multiply tokens by one matrix, with float32 inputs and outputs. */
 int64_t polydraft_product_memory(const Matrix *matrix, int64_t tokens) {
     const int64_t inputs = align(grouped(tokens) * padded(matrix->columns) * (int64_t)input_bytes(matrix->format));
     return inputs + align(tokens * 4) + 2 * APART * 4 + (int64_t)sizeof(Meeting);
@@ -522,7 +522,7 @@ void polydraft_product(const Matrix *matrix, const float *from, int64_t stride, 
     }
 }
 
-/* Which of the widest instructions this was compiled for, for people to read. */
+/* Name the widest instructions that this was compiled for, for people to read. */
 const char *polydraft_instructions(void) {
 #ifdef TILES
     if (tiles_granted) return "AVX-512 with VNNI and bfloat16, and AMX";
