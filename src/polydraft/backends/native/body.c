@@ -1,8 +1,8 @@
 /* A pass of a Llama-shaped model, or of a feature head, in one call.
  *
- * All threads go through the same stages, and wait for each other between stages. Within a stage they take items (some rows of a
- * product, one token's norm, one token's attention with some heads) until none is left; which thread computes an item does not
- * change its bits.
+ * All threads go through the same stages, and wait for each other between stages. Within a stage they take items (some rows of
+ * a product, one token's norm, one token's attention with some heads) until none is left; which thread computes an item does
+ * not change its bits.
  */
 #define _GNU_SOURCE /* for sched_getcpu */
 #include <math.h>

@@ -62,7 +62,7 @@ static void meet(Meeting *m) {
     if (__atomic_add_fetch(&m->arrived, 1, __ATOMIC_ACQ_REL) == m->threads) {
         __atomic_store_n(&m->arrived, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&m->round, round + 1, __ATOMIC_SEQ_CST);
-        /* A thread counts itself as asleep before it checks the round again: so it either sees the new round or is seen here. */
+        /* A thread counts itself as asleep before it checks the round again: it either sees the new round or is seen here. */
         if (__atomic_load_n(&m->asleep, __ATOMIC_SEQ_CST)) wake_all(&m->round);
         return;
     }

@@ -1,10 +1,10 @@
 /* Products of some tokens with a weight matrix in torch's own memory.
  *
- * A weight is read once for up to BLOCK tokens, four rows at a time, along the rows: each output is the sum over the lanes of one
- * vector of partial sums. Inputs are prepared once per product: unchanged (float32), rounded (bfloat16, if the CPU multiplies
- * it), or quantised to 15 bits per token (int8 weights): with 8 bits, the few large channels of a hidden state would leave too
- * little precision for the others. If the CPU multiplies only 8 bits, an input is two planes, 128 times one plus the other;
- * matrix units for 8 bits (Arm's i8mm) need the planes interleaved, eight numbers of each.
+ * A weight is read once for up to BLOCK tokens, four rows at a time, along the rows: each output is the sum over the lanes of
+ * one vector of partial sums. Inputs are prepared once per product: unchanged (float32), rounded (bfloat16, if the CPU
+ * multiplies it), or quantised to 15 bits per token (int8 weights): with 8 bits, the few large channels of a hidden state would
+ * leave too little precision for the others. If the CPU multiplies only 8 bits, an input is two planes, 128 times one plus the
+ * other; matrix units for 8 bits (Arm's i8mm) need the planes interleaved, eight numbers of each.
  */
 #define BLOCK 64      /* tokens for which weights are read once */
 #define CHUNK 32      /* rows whose products are buffered before they are stored */
@@ -141,7 +141,7 @@ INLINE char *input_at(char *inputs, int64_t token, int format, int64_t columns) 
     return uses_tiles(format, columns) ? inputs + token / GROUP * GROUP * bytes + token % GROUP * 4 : inputs + token * bytes;
 }
 
-/* Products of `tokens` inputs with four rows: one vector per token. The number of tokens is a constant wherever this is inlined. */
+/* Products of `tokens` inputs with four rows: one vector per token. `tokens` is a constant wherever this is inlined. */
 #define AT_ONCE(tokens) ((tokens) > 2 ? 0 : LINE)  /* bytes of a row per step: for more than two tokens, registers run out */
 #define EACH_TOKEN _Pragma("GCC unroll 8") for (int t = 0; t < tokens; t++)
 #define EACH_ROW _Pragma("GCC unroll 4") for (int r = 0; r < TILE_ROWS; r++)

@@ -1,6 +1,6 @@
 /* Drawing and verification on a CPU: the largest weights of a row, tokens drawn from it, races between children (explained in
- * polydraft.verify.contest) and the end of a path (polydraft.verify.block). The formulas and their order are the same as in torch,
- * which would take hundreds of small operations per node that cost more to call than to compute. One row at a time, in float64.
+ * polydraft.verify.contest) and the end of a path (polydraft.verify.block). The formulas and their order are the same as in
+ * torch, which takes hundreds of small operations per node that cost more to call than to compute. One row at a time, in float64.
  */
 #include <stdint.h>
 #include <string.h>
@@ -23,7 +23,7 @@ typedef struct {
     const int64_t *nodes;
     const double *uniforms;       /* [rows, uniform_stride] */
     const uint8_t *state;         /* of each row: 0 if its path has ended above, 1 if it ends here, 2 if a child is picked */
-    double *lumped, *distribution;  /* p and r by column, [rows, columns]; one column more than the draft's if it lacks tokens */
+    double *lumped, *distribution;  /* p and r, [rows, columns]; one column more than the draft's if it lacks tokens */
     double *ratio, *mass;         /* p(x)/r(x) of the picked child x; the sum of p */
     int64_t *child;               /* the picked child's node; NO_TOKEN for none */
     int64_t *fault;               /* 1: the target's distribution is NaN, 2: the draft's */
