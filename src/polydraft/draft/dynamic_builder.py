@@ -246,7 +246,7 @@ class DynamicBuilder(DistributionBuilder):
         self.source: DistributionSource = source
         self.shape, self.num_nodes, self.depth = shape, shape.nodes, shape.depth
         self.policy, self._decision, self._draft_temperature = policy, decision, draft_temperature
-        self.obstacle = DECISION_OBSTACLE if decision is not None else "the host looks at dynamic trees as they grow"
+        self.obstacle = DECISION_OBSTACLE if decision is not None else "the host decides how dynamic trees grow"
         self._distributions = DraftDistributions(source, self._draft_params(params), vocab_size)
         self._likeliest, self._drawn = Likeliest(shape, self._distributions, policy), Drawn(shape, self._distributions, policy)
         self._note(params)

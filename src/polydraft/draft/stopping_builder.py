@@ -13,7 +13,7 @@ from polydraft.draft.static_plan import GroupPlan, LevelPlan
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.trees import DraftTree, SlicedMask, Topology
 
-DECISION_OBSTACLE = "the decision model is looked at between levels"
+DECISION_OBSTACLE = "the host asks the decision model between levels"
 
 
 class Decision(ABC):

@@ -288,7 +288,7 @@ class Decoder:
         4.1
         """
         if batch_size < 1 or longest < 2:
-            raise UsageError(f"batch_size={batch_size}, longest={longest} is out of range; allowed: from 1, and from 2 up")
+            raise UsageError(f"batch_size={batch_size}, longest={longest} is out of range; allowed: from 1, and from 2")
         start = time.perf_counter()
         longest = min(longest, self.target.max_positions or longest)
         # The prompts of a batch are read by passes that are not captured.
@@ -313,7 +313,7 @@ class Decoder:
         if not isinstance(params.prediction, str):
             return params
         if self.tokenizer is None:
-            raise UsageError("a prediction in words needs a tokenizer; pass token ids, or tokenizer=... to the Decoder")
+            raise UsageError("a prediction given as text needs a tokenizer; pass token ids, or tokenizer=... to the Decoder")
         check_text(params.prediction)
         return replace(params, prediction=self.tokenizer(params.prediction, add_special_tokens=False)["input_ids"])
 

@@ -278,8 +278,8 @@ def _with_tables(
 def _obstacle(state: State, can: Capturable) -> str | None:
     """Return why the next round cannot be captured, or None; log it if it is permanent."""
     if state.watched:
-        return "log-probabilities are looked at on the host"
-    lasting = can.never or ("logits processors work on the host" if state.warper.params.has_processors else None)
+        return "the host computes log-probabilities"
+    lasting = can.never or ("logits processors run on the host" if state.warper.params.has_processors else None)
     lasting = lasting or state.target.graph_obstacle or (None if can.static else state.target.shape_obstacle)
     if lasting:
         tell_obstacle(state.target, lasting)

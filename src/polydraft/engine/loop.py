@@ -169,35 +169,35 @@ class Engine:
         First come, first served, but short prompts need not wait for a long one: they may have half of what is read.
         """
         free, room = self.slots.free(), self._pace.room(awaited or any(self.slots.active()))
-        reading = [slot for slot in self.slots.known if slot not in free]
-        rows, new, passing = list[int](), list[int](), room // 2 if reading else 0
-        while room > 0 and (reading or (self.waiting and free)):
-            fitting = (one for one in self.waiting if free and (not reading or len(one.prompt) <= passing))
+        begun = [slot for slot in self.slots.reading if slot not in free]
+        rows, new, passing = list[int](), list[int](), room // 2 if begun else 0
+        while room > 0 and (begun or (self.waiting and free)):
+            fitting = (one for one in self.waiting if free and (not begun or len(one.prompt) <= passing))
             first_come = next((one for one in fitting if not self.slots.awaits(one)), None)
             if first_come is not None and not self.slots.hold(free[0], first_come):
                 first_come, free = None, []  # no memory until other texts end
-            if reading and first_come is None:
-                slot = reading.pop(0)
-                start = self.slots.known.pop(slot)
-            elif first_come is None:
-                break  # every waiting text needs a prefix that is being read, or memory
-            else:
+            if first_come is not None:
                 self.waiting.remove(first_come)
                 passing -= len(first_come.prompt)
                 slot, start = self.slots.take(first_come, free)
                 new.append(slot)
+            elif begun:
+                slot = begun.pop(0)
+                start = self.slots.reading.pop(slot)
+            else:
+                break  # every waiting text needs memory, or a prefix that another text is reading
             sequence = self.slots[slot]
             assert sequence is not None
             length = min(len(sequence.tokens), start + room)
             room -= length - start
             self._pace.read(length - start)
             if length < len(sequence.tokens):
-                self.slots.known[slot] = max(length, _LEAST_TEXT)
+                self.slots.reading[slot] = max(length, _LEAST_TEXT)
             rows.append(slot)
         return rows, new
 
     def _read_prompts(self, rows: Sequence[int], new: Sequence[int], *, keep: bool) -> None:
-        """Read the prompts of these slots, as far as `slots.known` says, and set the parameters of all rows."""
+        """Read the prompts of these slots, as far as `slots.reading` says, and set the parameters of all rows."""
         first = self.walk is None
         active = self.slots.active()
         at_work = {slot: one for slot, one in enumerate(self.slots) if one is not None and active[slot]}
@@ -286,7 +286,7 @@ class Engine:
         """Whether to launch another round before this one's outcome is known; not if it could be for nothing."""
         most = self.session.reach + 1
         goes_on = any(len(sequence.tokens) + most < sequence.end for sequence in self.slots.running())
-        reads = any(slot not in self.slots.free() for slot in self.slots.known)
+        reads = any(slot not in self.slots.free() for slot in self.slots.reading)
         if not goes_on or self.waiting or reads or self._retiring or not self.slots.have_room(2):
             return False
         return self.workspace.launcher.runs_ahead(self.workspace.begun, self.workspace.contexts, now)

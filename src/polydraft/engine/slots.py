@@ -36,8 +36,8 @@ class Slots:
         self._prefixes = prefixes if workspace.memory.context.portable else None
         self.most = len(workspace.asked)
         self.sequences: list[TokenSequence | None] = [None] * len(workspace.params)
-        self.known: dict[int, int] = {}
-        """Slots whose prompts are still being read, and how many of their tokens to read up to."""
+        self.reading: dict[int, int] = {}
+        """Slots whose prompts are still being read, and up to which token."""
         self.noise = Noise([torch.Generator() for _ in self.sequences], workspace.target.device)
         """Random numbers of the running texts."""
         self._turns = itertools.count()
@@ -72,19 +72,19 @@ class Slots:
     def active(self) -> list[bool]:
         """Say which slots take part in rounds: those of running texts whose prompts have been read."""
         return [
-            sequence is not None and not sequence.done and slot not in self.known
+            sequence is not None and not sequence.done and slot not in self.reading
             for slot, sequence in enumerate(self.sequences)
         ]
 
     def texts(self) -> list[Sequence[int]]:
         """Return each slot's text as far as the caches should hold it."""
         texts = [NO_TEXT if sequence is None else sequence.tokens for sequence in self.sequences]
-        return [text[: self.known[slot]] if slot in self.known else text for slot, text in enumerate(texts)]
+        return [text[: self.reading[slot]] if slot in self.reading else text for slot, text in enumerate(texts)]
 
     def take(self, sequence: TokenSequence, free: list[int]) -> tuple[int, int]:
         """Put a text into a free slot; return the slot, and how many tokens of the prompt its caches already hold."""
         slot, known = free.pop(0), 0
-        self.known.pop(slot, None)
+        self.reading.pop(slot, None)
         self.sequences[slot] = sequence
         if self._prefixes is not None:
             known = self._workspace.recall(slot, _sought(sequence), sequence.space, self._prefixes)
@@ -134,7 +134,7 @@ class Slots:
         slot = max(texts)[1]
         sequence = self.sequences[slot]
         assert sequence is not None
-        if slot in self.known:
+        if slot in self.reading:
             sequence.prompt_logprobs.clear()
         else:
             self.keep([slot])
@@ -184,7 +184,7 @@ class Slots:
     def vacate(self, slot: int) -> None:
         """Empty a slot."""
         self.sequences[slot] = None
-        self.known.pop(slot, None)
+        self.reading.pop(slot, None)
 
     def vacate_ended(self) -> None:
         """Empty the slots of ended texts if their memory comes from a pool."""
@@ -196,7 +196,7 @@ class Slots:
         """Match the number of slots to that of texts; return the new slots, and whether the number has changed."""
         before, rows = len(self.sequences), self.most  # the last run may have left fewer
         if self._elastic:
-            for slot in [slot for slot in self.known if slot in self.free()]:  # cancelled while their prompts were read
+            for slot in [slot for slot in self.reading if slot in self.free()]:  # cancelled while their prompts were read
                 self.vacate(slot)
             running = [slot for slot, one in enumerate(self.sequences) if one is not None and not one.done]
             rows = self._workspace.size_for(min(max(len(running) + len(waiting), 1), self.most))
@@ -206,7 +206,7 @@ class Slots:
         if rows == before:
             return range(0), False
         self.sequences = [*self.sequences, *([None] * rows)][:rows]
-        self.known = {slot: known for slot, known in self.known.items() if slot < rows}
+        self.reading = {slot: length for slot, length in self.reading.items() if slot < rows}
         self.noise.resize(rows, self.most)
         self._workspace.have_rows(rows)
         return range(before, rows), True
@@ -215,7 +215,7 @@ class Slots:
         """Move running texts to the first slots, if they can move and it pays; return how many slots are needed."""
         stay, go = [slot for slot in running if slot < rows], [slot for slot in running if slot >= rows]
         captured, pays = self._workspace.has_graphs, left >= self._workspace.worth(rows)
-        can_move = pays and not self.known and self._workspace.session.movable
+        can_move = pays and not self.reading and self._workspace.session.movable
         if (go and not can_move) or (captured and not pays):
             return len(self.sequences) if captured else go[-1] + 1
         lengths = [0 if one is None else len(one.tokens) for one in self.sequences]

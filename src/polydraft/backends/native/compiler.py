@@ -93,7 +93,7 @@ def find_compiler() -> list[str]:
         words = shlex.split(command)
         if words and shutil.which(words[0]):
             return words
-    what = f"the C compiler that CC names, {chosen!r}, is not there" if chosen else "there is no C compiler"
+    what = f"CC names a C compiler that was not found, {chosen!r}" if chosen else "there is no C compiler"
     raise ObstacleError(f"{what}; install gcc or clang, or set CC")
 
 
@@ -171,7 +171,7 @@ def _run(command: list[str]) -> str:
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
-                reason = f"the C compiler {command[0]!r} was not ready after {SECONDS:.0f} s; set CC to another"
+                reason = f"the C compiler {command[0]!r} was not done after {SECONDS:.0f} s; set CC to another"
                 raise ObstacleError(reason) from None
             raise
     if process.returncode != 0:
