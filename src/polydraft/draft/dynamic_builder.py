@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polydraft.draft.builder import DistributionBuilder, DraftDistributions
+from polydraft.draft.builder import DraftDistributions
 from polydraft.draft.candidates import (
     Front,
     Level,
@@ -25,9 +25,9 @@ from polydraft.draft.candidates import (
     room_of_levels,
     total,
 )
-from polydraft.draft.fixed_builder import ranking_params
-from polydraft.draft.growth import Growing, Grown, Passes
+from polydraft.draft.growth import Growing, Grown
 from polydraft.draft.policy import RowPolicy
+from polydraft.draft.shaped_builder import ShapedBuilder
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.static_builder import DEFAULT_SCHEME
 from polydraft.draft.stopping_builder import DECISION_OBSTACLE, Decision
@@ -210,25 +210,18 @@ class Drawn(Candidates):
         )
 
 
-class DynamicBuilder(DistributionBuilder):
+class DynamicBuilder(ShapedBuilder):
     """Grow trees whose shape follows the draft's confidence, and that are as large as pays.
 
     Parameters
     ----------
-    source : DistributionSource
-    shape : DynamicShape
-    params : RowParams
-        The target's.
-    vocab_size : int
-        The target's.
+    source, shape, params, vocab_size, draft_temperature
+        As for `ShapedBuilder`.
     policy : RowPolicy
-    draft_temperature : float, optional
-        Temperature of the distributions that rank candidates; by default the target's, or 1 if that is 0.
     decision : Decision, optional
         Lets rows stop earlier than their policy would.
     """
 
-    asked_scheme = "auto"
     learns = elastic = movable = True
     policy: RowPolicy
 
@@ -243,17 +236,11 @@ class DynamicBuilder(DistributionBuilder):
         draft_temperature: float | None = None,
         decision: Decision | None = None,
     ) -> None:
-        self.source: DistributionSource = source
-        self.shape, self.num_nodes, self.depth = shape, shape.nodes, shape.depth
-        self.policy, self._decision, self._draft_temperature = policy, decision, draft_temperature
+        super().__init__(source, shape, params, vocab_size, draft_temperature=draft_temperature, belief=policy.belief)
+        self.policy, self._decision = policy, decision
         self.obstacle = DECISION_OBSTACLE if decision is not None else "the host decides how dynamic trees grow"
-        self._distributions = DraftDistributions(source, self._draft_params(params), vocab_size)
         self._likeliest, self._drawn = Likeliest(shape, self._distributions, policy), Drawn(shape, self._distributions, policy)
         self._note(params)
-        self._grown: Grown | None = None
-
-    def _draft_params(self, params: RowParams) -> RowParams:
-        return ranking_params(params, self._draft_temperature, self.policy.belief.greedy_temperature)
 
     def _note(self, params: RowParams) -> None:
         """Choose how candidates are made, by the rows' parameters."""
@@ -281,19 +268,13 @@ class DynamicBuilder(DistributionBuilder):
         """One per candidate that the levels have room for, if candidates are drawn."""
         return self._candidates.num_uniforms
 
-    @property
-    def places(self) -> int:
-        """A full front on every level, after the lead."""
-        widths = [kind.width(depth) for kind in (self._likeliest, self._drawn) for depth in range(self.depth)]
-        return self.source.lead + 1 + max(widths) * (self.depth - 1)
-
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Grow the trees of a round: pass the likeliest paths through the source, level by level."""
         self._grown = None
         if self.resting:
             return self._bare(tail_B2[:, 1])
-        candidates, passes = self._candidates, Passes(self.source.lead, self.places)
-        growing, features_BWF = Growing(tail_B2[:, 1], passes, torch.float64), self.source.root(tail_B2)
+        candidates, growing = self._candidates, Growing(tail_B2[:, 1], self.passes, torch.float64)
+        features_BWF = self.source.root(tail_B2)
         logits_BWV, going_B = self.source.logits(features_BWF), torch.tensor(self.policy.drafting)
         level, _ = candidates.children(growing, logits_BWV, uniforms_BU)
         growing.levels.append(level.masked(going_B))
@@ -334,7 +315,3 @@ class DynamicBuilder(DistributionBuilder):
         if not self.scheme.follows_target:  # no child was drawn, so any distribution will do
             distributions = (torch.full((1, 1, 1), 1 / columns).expand(len(root_B), 1, columns),) * self.depth
         return DraftTree.bare(root_B, self.depth, distributions)
-
-    def places_of(self, path_BD: Tensor) -> Tensor:
-        """Return the places that the nodes' levels gave them; any place for nodes without children."""
-        return path_BD + self.source.lead if self._grown is None else self._grown.places_BN.gather(1, path_BD)
