@@ -267,7 +267,7 @@ def test_code_of_other_sources_has_another_name(tmp_path):
     for file in compiler.FOLDER.glob("*.[ch]"):
         shutil.copy(file, copy)
     shutil.copy(compiler.__file__, copy)
-    (copy / "meeting.h").write_text("/* changed */" + (copy / "meeting.h").read_text())
+    (copy / "barrier.h").write_text("/* changed */" + (copy / "barrier.h").read_text())
     variant = runpy.run_path(str(copy / "compiler.py"))["VARIANTS"]["aarch64"][0]
     assert variant.file(tmp_path).name not in files and variant.name == "i8mm"
 

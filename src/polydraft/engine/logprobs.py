@@ -42,14 +42,14 @@ class PromptReader:
     Parameters
     ----------
     target : LanguageModel
-    wishes : mapping from row to TokenSequence
+    with_logprobs : mapping from row to TokenSequence
         Sequences that want log-probabilities of their prompts.
     also : Observer, optional
         Another observer, called first.
     """
 
     target: LanguageModel
-    wishes: "Mapping[int, TokenSequence]"
+    with_logprobs: "Mapping[int, TokenSequence]"
     also: Observer | None
 
     def __call__(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
@@ -57,7 +57,7 @@ class PromptReader:
         if self.also is not None:
             self.also(rows, starts, counts, features_BTF)
         for place, (start, count) in enumerate(zip(starts, counts, strict=True)):
-            if count and (sequence := self.wishes.get(rows.start + place)) is not None:
+            if count and (sequence := self.with_logprobs.get(rows.start + place)) is not None:
                 self._note(sequence, start, features_BTF[place, :count])
 
     def _note(self, sequence: "TokenSequence", start: int, features_TF: Tensor) -> None:

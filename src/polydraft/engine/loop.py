@@ -78,10 +78,10 @@ class Engine:
         self.waiting: deque[TokenSequence] = deque(sequences)
         self.stats = Stats()
         self._pace, self._isolate = ReadingPace(chunk, stall), isolate
-        self._spoilt: list[int] = []
+        self._faulty: list[int] = []
         """Slots of failed sequences, which may hold NaNs."""
         self._started = time.perf_counter()
-        self._wish = walk
+        self._asked_walk = walk
         self.walk: Walk | None = None
         """Verifies the trees; None until a sequence is admitted."""
         self.workspace, self.session = workspace, workspace.session
@@ -90,7 +90,7 @@ class Engine:
         self._reading = DeviceClock(workspace.target.device)
         self._retiring = False
         """Whether sequences have ended that the round launched ahead still treats as active."""
-        self._torn = False
+        self._interrupted = False
         """Whether a round was interrupted, so that the state of the caches is unknown."""
         with workspace.ownership.taken_by(self), torch.inference_mode(), _device_errors():
             self._admit(keep=keep)
@@ -116,7 +116,7 @@ class Engine:
         `awaited` says that texts of another engine wait for this step.
         """
         with self.workspace.ownership.held_by(self), _device_errors():
-            if self._torn:
+            if self._interrupted:
                 raise FailureError("a round of this text was interrupted, so its state is unknown; start the request again")
             was_ahead, started = bool(self._launched), time.perf_counter()
             with self.undivided():
@@ -144,11 +144,11 @@ class Engine:
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
-        """Mark the engine as torn if this block raises: texts and caches no longer match, so it cannot go on."""
+        """Mark the engine as interrupted if this block raises: texts and caches no longer match, so it cannot go on."""
         try:
             yield
         except BaseException:
-            self._torn = True
+            self._interrupted = True
             raise
 
     def _admit(self, awaited: bool = False, *, keep: bool = False) -> None:
@@ -209,9 +209,9 @@ class Engine:
         params = {slot: at_work[slot].row_params if slot in at_work else idle for slot in range(len(self.slots))}
         longest = max(sequence.end for sequence in self.slots.running())
         self._share()
-        read = {slot: self.slots[slot] for slot in rows}
-        wishes = {slot: own for slot, own in read.items() if own and own.prompt_top_logprobs is not None and own.is_fresh}
-        unread = [slot for slot in new if slot in wishes]
+        read = ((slot, self.slots[slot]) for slot in rows)
+        with_logprobs = {slot: one for slot, one in read if one and one.prompt_top_logprobs is not None and one.is_fresh}
+        unread = [slot for slot in new if slot in with_logprobs]
         if not (keep or self.slots.recalls):
             unread = list(range(len(self.slots))) if first else list(new)
         with self.stats.clock("prefill"), self._reading.running():
@@ -222,7 +222,7 @@ class Engine:
                 unread=unread,
                 keep=keep,
                 params=self.workspace.params.replaced(params),
-                wishes=wishes,
+                with_logprobs=with_logprobs,
             )
             for slot in rows:
                 if active[slot]:
@@ -260,9 +260,9 @@ class Engine:
         return ended
 
     def _chosen_walk(self) -> Walk:
-        if isinstance(self._wish, Walk):
-            return self._wish if self._wish.fits(self.session.scheme) else self.session.resolve_walk(AUTO)
-        return self.session.resolve_walk(self._wish)
+        if isinstance(self._asked_walk, Walk):
+            return self._asked_walk if self._asked_walk.fits(self.session.scheme) else self.session.resolve_walk(AUTO)
+        return self.session.resolve_walk(self._asked_walk)
 
     def _launch(self) -> Launched:
         assert self.walk is not None, "a sequence was admitted"
@@ -344,7 +344,7 @@ class Engine:
         with self.workspace.ownership.settled_by(self) as own:
             if not own or self.workspace.state is None:  # no sequence was admitted yet
                 return
-            if not self._torn:
+            if not self._interrupted:
                 self.slots.keep(kept)
             if not any(self.slots.running()):
                 self._launched.clear()  # rounds launched ahead of finished rows are discarded
@@ -352,8 +352,8 @@ class Engine:
             if not self._retiring:
                 self.slots.vacate_ended()
                 self.workspace.retire(self.slots.texts(), self.slots.active())
-                while self._spoilt:
-                    self.workspace.clear(self._spoilt.pop())
+                while self._faulty:
+                    self.workspace.clear(self._faulty.pop())
                 self.slots.rest()
 
     def _failed(self, slot: int, sequence: TokenSequence, fault: Fault) -> Emitted:
@@ -366,7 +366,7 @@ class Engine:
         if not self._isolate:
             raise error
         self.slots.vacate(slot)
-        self._spoilt.append(slot)
+        self._faulty.append(slot)
         return sequence.fail(error)
 
     def _failure(self, fault: Fault, length: int, raised: Exception | None, emptied_by: str | None) -> PolydraftError:

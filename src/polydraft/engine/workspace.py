@@ -203,7 +203,7 @@ class Workspace:
         unread: Sequence[int],
         keep: bool,
         params: RowParams,
-        wishes: Mapping[int, TokenSequence],
+        with_logprobs: Mapping[int, TokenSequence],
     ) -> None:
         """Read new texts, which may grow to `longest` tokens.
 
@@ -219,7 +219,7 @@ class Workspace:
             Let drafters use what they have learnt from earlier texts.
         params : RowParams
             Parameters of all rows from now on.
-        wishes : mapping from row to TokenSequence
+        with_logprobs : mapping from row to TokenSequence
             Sequences whose prompts get log-probabilities.
         """
         self.params = params
@@ -227,7 +227,7 @@ class Workspace:
             context.span = None
         self.memory.context.graphs = self.launcher.graphs
         reading = self.session.prepare(texts, longest, rows, unread, keep)
-        observer = PromptReader(self.target, wishes, reading.observer) if wishes else reading.observer
+        observer = PromptReader(self.target, with_logprobs, reading.observer) if with_logprobs else reading.observer
         self.memory.align(texts, longest, reading.limits, observer)
         self.session.begin(texts, longest, rows, params)
         state = self.state

@@ -9,7 +9,7 @@
 
 #include "vectors.h"
 #include "products.h"
-#include "meeting.h"
+#include "barrier.h"
 
 typedef struct {
     const void *attention_norm, *mlp_norm;
@@ -54,7 +54,7 @@ typedef struct {
     int32_t *counts, *starts;
     int64_t *positions, *slots;              /* of each token */
     int32_t *next;                           /* items taken so far, per stage */
-    Meeting *meeting;
+    Barrier *barrier;
     int64_t wide_stride, mixed_stride, input_stride, scores_stride;
 } Memory;
 
@@ -87,7 +87,7 @@ static int64_t lay_out(const Body *b, const Pass *p, Memory *m) {
     TAKE(positions, tokens * 8);
     TAKE(slots, tokens * 8);
     TAKE(next, stages(b, p) * APART * 4);
-    TAKE(meeting, (int64_t)sizeof(Meeting));
+    TAKE(barrier, (int64_t)sizeof(Barrier));
     return at - p->memory;
 }
 
@@ -102,7 +102,7 @@ static int64_t taken(Worker *w) { return __atomic_fetch_add(&w->m->next[w->stage
 
 static void finish(Worker *w) {
     w->stage++;
-    meet(w->m->meeting);
+    wait_for_all(w->m->barrier);
 }
 
 #ifdef _OPENMP
@@ -112,10 +112,10 @@ static int omp_get_thread_num(void) { return 0; }
 static int omp_get_num_threads(void) { return 1; }
 #endif
 
-/* There may be fewer threads than requested, so they are counted before the first meeting. */
-static int64_t arrive(Meeting *m) {
+/* There may be fewer threads than requested, so they are counted before the first barrier. */
+static int64_t arrive(Barrier *m) {
 #pragma omp single
-    *m = (Meeting){.threads = omp_get_num_threads()};
+    *m = (Barrier){.threads = omp_get_num_threads()};
     return omp_get_thread_num();
 }
 
@@ -487,7 +487,7 @@ int32_t polydraft_pass(const Body *body, const Pass *pass) {
     memset(memory.next, 0, (size_t)stages(body, pass) * APART * 4);
 #pragma omp parallel num_threads((int)pass->threads)
     {
-        const int64_t thread = arrive(memory.meeting);
+        const int64_t thread = arrive(memory.barrier);
         Worker worker = {body, pass, &memory, pass->batch * pass->size, thread, 0}, *w = &worker;
         find_places(w);
         embed(w);
@@ -504,19 +504,19 @@ int32_t polydraft_pass(const Body *body, const Pass *pass) {
 /* Bytes of memory that `polydraft_product` needs: multiply tokens by one matrix, with float32 inputs and outputs. */
 int64_t polydraft_product_memory(const Matrix *matrix, int64_t tokens) {
     const int64_t inputs = align(grouped(tokens) * padded(matrix->columns) * (int64_t)input_bytes(matrix->format));
-    return inputs + align(tokens * 4) + 2 * APART * 4 + (int64_t)sizeof(Meeting);
+    return inputs + align(tokens * 4) + 2 * APART * 4 + (int64_t)sizeof(Barrier);
 }
 
 void polydraft_product(const Matrix *matrix, const float *from, int64_t stride, float *to, int64_t tokens, int64_t threads,
                        char *memory) {
     const int64_t bytes = align(grouped(tokens) * padded(matrix->columns) * (int64_t)input_bytes(matrix->format));
     Memory m = {.input = memory, .scales = (void *)(memory + bytes), .next = (void *)(memory + bytes + align(tokens * 4))};
-    m.meeting = (void *)(m.next + 2 * APART);
+    m.barrier = (void *)(m.next + 2 * APART);
     const Pass pass = {.threads = threads};
     memset(m.next, 0, 2 * APART * 4);
 #pragma omp parallel num_threads((int)threads)
     {
-        Worker worker = {NULL, &pass, &m, tokens, arrive(m.meeting), 0}, *w = &worker;
+        Worker worker = {NULL, &pass, &m, tokens, arrive(m.barrier), 0}, *w = &worker;
         prepare_all(w, matrix, from, stride);
         product(w, matrix, STORE, to, matrix->rows);
     }

@@ -60,7 +60,7 @@ class TreeView:
     """For causal blocks with invariant bits: the tokens' rows in the storage; None for all rows in order."""
 
 
-class Turns(NamedTuple):
+class Rotation(NamedTuple):
     """Cosines and sines that rotate queries and keys: of each token, or tables `[P, C]` if positions are given."""
 
     cos: Tensor
@@ -89,7 +89,7 @@ class FusedBody(FastBody):
         self.key_shape = body.layers[0].keys, body.layers[0].channels
         self.invariant = invariant and self.variance is None
         self._product = product or (invariant_linear if self.invariant else linear)
-        self._turns_by_capacity: dict[int, tuple[Tensor, Tensor]] = {}
+        self._rotations: dict[int, tuple[Tensor, Tensor]] = {}
         """Cosines and sines of all positions `[P, C]`, kept because captured passes read them."""
 
     def __call__(
@@ -97,7 +97,7 @@ class FusedBody(FastBody):
     ) -> Tensor:
         """Return the last hidden states, after the final norm, concatenated with the outputs of the layers `taps`."""
         hidden_BTF: Tensor = self._body.embedding(tokens_BT)
-        turns = self._turns(hidden_BTF, positions_BT, cache.capacity)
+        rotation = self._rotation(hidden_BTF, positions_BT, cache.capacity)
         delta_BTF, tapped = None, []
         sight = self._sight(view, positions_BT) if self.invariant else None
         layers: Sequence[LeanLayer | Int8Layer] = self._body.layers
@@ -105,7 +105,7 @@ class FusedBody(FastBody):
             hidden_BTF, normed_BTF = add_norm(hidden_BTF, delta_BTF, layer.input_norm.weight, layer.input_norm.variance_epsilon)
             if number in taps:
                 tapped.append(hidden_BTF)
-            attended_BTF = self._attended(layer, normed_BTF, turns, view, sight, cache)
+            attended_BTF = self._attended(layer, normed_BTF, rotation, view, sight, cache)
             hidden_BTF, normed_BTF = add_norm(hidden_BTF, attended_BTF, layer.mlp_norm.weight, layer.mlp_norm.variance_epsilon)
             delta_BTF = self._through(layer.down, gate(self.product(normed_BTF, layer.gate_up, layer.gate_up_bias)))
         norm = self._body.norm
@@ -158,24 +158,24 @@ class FusedBody(FastBody):
         """Multiply inputs by weights in the way the body does."""
         return self._product(input_BTX, weight_FX, bias_F)
 
-    def _turns(self, hidden_BTF: Tensor, positions_BT: Tensor, capacity: int) -> Turns:
+    def _rotation(self, hidden_BTF: Tensor, positions_BT: Tensor, capacity: int) -> Rotation:
         """Return the rotation of each token: by a table, if positions mean the same in every text."""
-        known = self._turns_by_capacity.get(capacity)
+        known = self._rotations.get(capacity)
         if known is None:
             capture = hidden_BTF.is_cuda and torch.cuda.is_current_stream_capturing()
             if capture or not steady_positions(self._body.rotary.config):
                 cos_BTC, sin_BTC = self._body.rotary(hidden_BTF, position_ids=positions_BT)
-                return Turns(cos_BTC.contiguous(), sin_BTC.contiguous(), None)
+                return Rotation(cos_BTC.contiguous(), sin_BTC.contiguous(), None)
             all_1P = torch.arange(capacity, device=hidden_BTF.device)[None]
             cos_PC, sin_PC = (part[0].contiguous() for part in self._body.rotary(hidden_BTF, position_ids=all_1P))
-            known = self._turns_by_capacity[capacity] = cos_PC, sin_PC
-        return Turns(*known, positions_BT.contiguous())
+            known = self._rotations[capacity] = cos_PC, sin_PC
+        return Rotation(*known, positions_BT.contiguous())
 
     def _attended(
         self,
         layer: LeanLayer | Int8Layer,
         normed_BTF: Tensor,
-        turns: Turns,
+        rotation: Rotation,
         view: TreeView,
         sight: Sight | None,
         cache: SlotCache,
@@ -184,7 +184,7 @@ class FusedBody(FastBody):
         keys_LBHSC, values_LBHSC = cache.held(normed_BTF, layer.keys, layer.channels)
         key_BHSC, value_BHSC = keys_LBHSC[layer.index], values_LBHSC[layer.index]
         query_BHTC = rotate_store(
-            projected_SBTX, turns.cos, turns.sin, view.slots_BT, key_BHSC, value_BHSC, view.rows_B, turns.positions_BT
+            projected_SBTX, rotation.cos, rotation.sin, view.slots_BT, key_BHSC, value_BHSC, view.rows_B, rotation.positions_BT
         )
         if sight is not None:
             mixed_BHTC = invariant_attention(query_BHTC, key_BHSC, value_BHSC, sight, layer.scale)

@@ -13,12 +13,12 @@
 typedef struct {
     int32_t round, arrived, asleep, threads;
     uint64_t last;  /* the last thread to arrive, and its core */
-} Meeting;
+} Barrier;
 
 #define SPINS 2000  /* 10 to 100 microseconds: longer than a thread with its own core is ever late */
 
 /* Whether the last thread to arrive before this one was on the same core: then spinning would only get in its way. */
-static int same_core(Meeting *m) {
+static int same_core(Barrier *m) {
 #if defined(__linux__)
     static __thread char self;
     const uint64_t core = (uint64_t)sched_getcpu() & 0xffff, me = (uint64_t)(uintptr_t)&self << 16 | core;
@@ -55,7 +55,7 @@ static void wake_all(int32_t *word) {
 }
 
 /* Return once all threads have arrived. */
-static void meet(Meeting *m) {
+static void wait_for_all(Barrier *m) {
     if (m->threads == 1) return;
     const int32_t round = __atomic_load_n(&m->round, __ATOMIC_ACQUIRE);
     const int spins = same_core(m) ? 0 : SPINS;
