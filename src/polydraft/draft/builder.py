@@ -153,7 +153,7 @@ class Builder(ByRow, ABC):
             self.policy.learn(verdict.accepted_B.tolist(), (keep_B > 0).tolist())
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Add newly emitted tokens to the certain texts."""
+        """Add newly emitted tokens to the texts."""
 
     def took(self, counts: Sequence[int]) -> None:
         """Learn on the host how many n-gram candidates each row accepted."""
@@ -201,7 +201,7 @@ class DraftDistributions(ByRow):
         return (self._warper,)
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Add newly emitted tokens to the certain texts."""
+        """Add newly emitted tokens to the texts."""
         self._warper.advance(emitted)
 
     def probs(self, logits_BWV: Tensor, paths_BWP: Tensor) -> Tensor:
@@ -254,5 +254,5 @@ class DistributionBuilder(Builder):
         self._distributions.begin(texts, rows, self._draft_params(params))
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Add newly emitted tokens to the certain texts."""
+        """Add newly emitted tokens to the texts."""
         self._distributions.advance(emitted)

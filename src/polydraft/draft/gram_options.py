@@ -142,7 +142,7 @@ class GramTreeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a round may hold."""
+    """Sizes of a round on one device."""
 
     nodes: int
     depth: int

@@ -1,4 +1,4 @@
-"""The object users hold: a target, a drafter, and text in and out."""
+"""`Decoder`, the object that users hold: a target and a drafter, text in and text out."""
 
 import inspect
 import threading

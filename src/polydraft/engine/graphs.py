@@ -111,7 +111,7 @@ class GraphCache:
             self.clear()
             self.obstacle = "too little GPU memory to capture a round; use a smaller batch, a smaller tree or a shorter context"
         except RuntimeError as error:
-            self._pool = None  # it may still think that it captures
+            self._pool = None  # it may still be marked as capturing
             self.obstacle = f"capturing a round failed: {first_line(error)}"
         else:
             return Capture(graph, static, output)

@@ -1,4 +1,4 @@
-"""The one loop: sequences in slots, round after round, until every text has ended."""
+"""The engine's loop: sequences in slots, round after round, until every text has ended."""
 
 import math
 import time

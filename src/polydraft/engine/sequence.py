@@ -96,7 +96,7 @@ class SequenceOptions(TypedDict, total=False):
 
 @dataclass(eq=False, kw_only=True)
 class TokenSequence:
-    """One text of a request; all ends of text are decided here. `Decoder.sequence` makes them."""
+    """One text of a request; decides where the text ends. Made by `Decoder.sequence`."""
 
     row: int = 0
     """Its number, as the caller counts."""

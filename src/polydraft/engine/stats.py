@@ -37,7 +37,7 @@ class Speculation:
     """Number of rounds by outcome: the arguments of `Stats.count`."""
 
     def count(self, outcome: tuple[int, int, int, int], drafted: int, why_none: str | None = None) -> None:
-        """Add a round, and why nothing was drafted, if nothing was."""
+        """Count a round, and note why nothing was drafted in it, if nothing was."""
         self.rounds += 1
         if drafted == 0:
             self.resting_rounds += 1

@@ -47,7 +47,7 @@ class Pool:
         return self.size - self.used
 
     def take(self, nbytes: int) -> bool:
-        """Take so many bytes; return whether there were enough."""
+        """Take this many bytes; return whether there were enough."""
         if nbytes > self.free:
             return False
         self.used += nbytes

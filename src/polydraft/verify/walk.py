@@ -136,7 +136,7 @@ def _rows(table_BNX: Tensor, node_B: Tensor) -> Tensor:
 
 
 class Fault(IntEnum):
-    """What makes a round worthless, found on the device and reported by the host."""
+    """Why the outcome of a round is unusable; found on the device, reported by the host."""
 
     NONE = 0
     TARGET = 1

@@ -26,7 +26,7 @@ LEAST_CHILDREN = 4
 
 def kernels_run(tensor: Tensor) -> bool:
     """Whether our kernels work on a tensor."""
-    return _compiles(tensor.device) if tensor.device.type == "cuda" else _INTERPRETED
+    return triton_obstacle(tensor.device) is None if tensor.device.type == "cuda" else _INTERPRETED
 
 
 def runs_on_tensors(*args: object, **kwargs: object) -> bool:
@@ -48,10 +48,6 @@ def interpreting(on: bool = True) -> Iterator[None]:
 def are_new(device: torch.device) -> bool:
     """Whether our kernels still have to be compiled for a GPU."""
     return device.type == "cuda" and triton_obstacle(device) is None and _first_seconds.get(device, 0.0) > _COMPILED_SECONDS
-
-
-def _compiles(device: torch.device) -> bool:
-    return triton_obstacle(device) is None
 
 
 @cache
