@@ -274,36 +274,10 @@ def _root_pass(head: ParallelHead) -> Callable[[], Any]:
 def _draft_level(draft: LanguageModel | Head, name: str, beam: int) -> Callable[[], Any]:
     """Return the work of one draft level: a pass over its nodes (`beam` of them for `top`), a softmax, and the children."""
     width = 1 if isinstance(draft, Int8Copy) else beam if name == "top" else _DRAWING
-    context: Any = draft.start(1, _CONTEXT + width)
-    size, device = _CONTEXT, draft.device
-    tokens_1T = torch.zeros(1, size, dtype=torch.long, device=device)
-    own_1WU = torch.eye(width, dtype=torch.bool, device=device)[None]
-    block = Block(0, torch.zeros(1, width, dtype=torch.long, device=device), own_1WU, levels=(width,))
-    if isinstance(draft, ParallelHead):
-        known_1WD = torch.zeros(1, 1, draft.num_columns, dtype=draft.dtype, device=device).expand(-1, width, -1)
-
-        def logits() -> torch.Tensor:
-            return known_1WD
-
-    elif isinstance(draft, Head):
-        zeros: Any = {"dtype": draft.dtype, "device": device}
-        context.read(tokens_1T, torch.zeros(1, size, draft.hidden_size, **zeros), causal_block(1, size, device))
-        fused_1WH = torch.zeros(1, width, draft.hidden_size, **zeros)
-
-        def logits() -> torch.Tensor:
-            return draft.head(context.read(tokens_1T[:, :width], fused_1WH, block))
-
-    else:
-        context.extend(tokens_1T, causal_block(1, size, device))
-
-        def logits() -> torch.Tensor:
-            return draft.head(context.extend(tokens_1T[:, :width], block))
-
-    context.rewind([size])
+    logits, device, scheme = _draft_pass(draft, width), draft.device, SCHEMES.get(name)()
     scores_1W = torch.zeros(1, width, device=device, dtype=torch.float64)
     counts_1W = torch.full((1, width), min(_CHILDREN, draft.num_columns), device=device)
     uniforms_1U = torch.rand(1, width * _CHILDREN, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
-    scheme = SCHEMES.get(name)()
 
     def work() -> None:
         probs_1WD = torch.softmax(logits().float(), -1)
@@ -317,6 +291,26 @@ def _draft_level(draft: LanguageModel | Head, name: str, beam: int) -> Callable[
             drawn_children(scheme, scores_1W, probs_1WD, ranked, counts_1W, uniforms_1U)
 
     return work
+
+
+def _draft_pass(draft: LanguageModel | Head, width: int) -> Callable[[], torch.Tensor]:
+    """Return the pass over `width` nodes of a level, which gives their logits."""
+    device = draft.device
+    if isinstance(draft, ParallelHead):  # one pass per round gives all levels
+        known_1WD = torch.zeros(1, 1, draft.num_columns, dtype=draft.dtype, device=device).expand(-1, width, -1)
+        return lambda: known_1WD
+    context: Any = draft.start(1, _CONTEXT + width)
+    tokens_1T = torch.zeros(1, _CONTEXT, dtype=torch.long, device=device)
+    own_1WU = torch.eye(width, dtype=torch.bool, device=device)[None]
+    block = Block(0, torch.zeros(1, width, dtype=torch.long, device=device), own_1WU, levels=(width,))
+    if isinstance(draft, Head):
+        features_1TH = torch.zeros(1, _CONTEXT, draft.hidden_size, dtype=draft.dtype, device=device)
+        context.read(tokens_1T, features_1TH, causal_block(1, _CONTEXT, device))
+        context.rewind([_CONTEXT])
+        return lambda: draft.head(context.read(tokens_1T[:, :width], features_1TH[:, :width], block))
+    context.extend(tokens_1T, causal_block(1, _CONTEXT, device))
+    context.rewind([_CONTEXT])
+    return lambda: draft.head(context.extend(tokens_1T[:, :width], block))
 
 
 def _seen(tokens_1: torch.Tensor) -> object:
