@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-_SOURCES, _HEADERS = ("body.c", "verification.c"), ("vectors.h", "products.h", "barrier.h")
+_SOURCES, _HEADERS = ("body.c", "verification.c"), ("vectors.h", "products.h", "barrier.h", "stages.h", "attention.h")
 # Scheduling instructions before register allocation (GCC's default on Arm) makes the sums of a tile spill.
 _FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-schedule-insns", "-fPIC")
 OPENMP = "-fopenmp"
