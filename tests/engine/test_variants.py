@@ -55,5 +55,5 @@ def test_only_a_lossy_decoder_has_lossy_variants_unasked() -> None:
 
 
 def test_unknown_parts_are_refused() -> None:
-    with pytest.raises(UsageError, match="unknown part of a decoder 'graph'; did you mean 'graphs'"):
+    with pytest.raises(UsageError, match="unknown decoder argument 'graph'; did you mean 'graphs'"):
         Decoder(TARGET).replace(graph=False)

@@ -44,7 +44,7 @@ def generate(decoder: Decoder, some: list[TokenSequence], chance: random.Random 
         engine.step()
         if chance is not None and not engine._launched and any(engine.slots.running()) and chance.random() < 0.4:
             with torch.inference_mode():
-                engine._put_back()
+                engine._evict()
             gone.append(engine.waiting[0].row)
     raise AssertionError("the loop does not end")
 

@@ -30,7 +30,7 @@ def test_a_triton_that_cannot_compile_is_told_once(a_gpu: pytest.MonkeyPatch, ca
 
     a_gpu.setattr(kernels, "_launch_one", failing)
     with caplog.at_level(logging.WARNING, "polydraft"):
-        assert not kernels._compiles(GPU) and not kernels._compiles(GPU)
+        assert kernels.triton_obstacle(GPU) and kernels.triton_obstacle(GPU)
     assert "Failed to find C compiler" in str(obstacle(GPU)) and tried == [GPU]
     (line,) = [record.getMessage() for record in caplog.records]
     assert "without our GPU kernels" in line and "Failed to find C compiler" in line and "more of it" not in line
@@ -42,11 +42,11 @@ def test_one_that_can_is_used_and_users_are_told_what_they_wait_for(
 ) -> None:
     a_gpu.setattr(kernels, "_launch_one", lambda device: seconds)
     with caplog.at_level(logging.INFO, "polydraft"):
-        assert kernels._compiles(GPU) and kernels._compiles(GPU) and obstacle(GPU) is None
+        assert kernels.triton_obstacle(GPU) is None and kernels.triton_obstacle(GPU) is None and obstacle(GPU) is None
     assert [record.getMessage()[:9] for record in caplog.records] == ["compiling"] * lines
 
 
 def test_an_old_gpu_is_not_tried(a_gpu: pytest.MonkeyPatch) -> None:
     a_gpu.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     a_gpu.setattr(kernels, "_launch_one", pytest.fail)
-    assert not kernels._compiles(GPU) and "7.5 is below 8.0" in str(obstacle(GPU))
+    assert kernels.triton_obstacle(GPU) and "7.5 is below 8.0" in str(obstacle(GPU))

@@ -75,7 +75,7 @@ def test_attention(length: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     error = float((alone.double() - case.expected("cuda")).abs().max())
     assert error < (1e-5 if dtype == torch.float32 else 1.6e-2), error
     for multiprocessors in (1, 10**6):  # at once, and with the splits apart
-        monkeypatch.setattr(_invariant, "_MULTIPROCESSORS", multiprocessors)
+        monkeypatch.setattr(_invariant, "MULTIPROCESSORS", multiprocessors)
         assert case.in_a_tree("cuda")[0].equal(alone)
         assert all(row.equal(alone) for row in case.in_a_tree("cuda", batch=8, max_length=length + 8))
         for size in (1, 2, 9, 300):

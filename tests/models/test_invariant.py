@@ -39,7 +39,7 @@ def test_products(rows, outputs, channels, biased):
 @pytest.mark.parametrize("at_once", [False, True], ids=["splits apart", "at once"])
 @pytest.mark.parametrize("length", [0, 5, 29])
 def test_attention_in_a_tree_alone_and_in_a_prompt(length, at_once, monkeypatch):
-    monkeypatch.setattr(_invariant, "_MULTIPROCESSORS", 1 if at_once else 10**6)
+    monkeypatch.setattr(_invariant, "MULTIPROCESSORS", 1 if at_once else 10**6)
     monkeypatch.setattr(_invariant, "_SPLIT_KEYS", 32)
     case = TreeCase(
         length=length, key_heads=1, tree="2x1x1x1", group=3 if length == 5 else 1, channels=26 if length == 5 else 32
@@ -53,7 +53,7 @@ def test_attention_in_a_tree_alone_and_in_a_prompt(length, at_once, monkeypatch)
 @needs_triton
 @pytest.mark.parametrize("at_once", [False, True], ids=["splits apart", "at once"])
 def test_slots_may_follow_each_other_with_all_that_they_hold(at_once, monkeypatch):
-    monkeypatch.setattr(_invariant, "_MULTIPROCESSORS", 1 if at_once else 10**6)
+    monkeypatch.setattr(_invariant, "MULTIPROCESSORS", 1 if at_once else 10**6)
     monkeypatch.setattr(_invariant, "_SPLIT_KEYS", 32)
     case = TreeCase(length=37, key_heads=2, group=2, channels=16)
     query, key, value = (tensor.repeat(2, 1, 1, 1) for tensor in case.build("cpu")[2:])
@@ -78,7 +78,7 @@ def test_windows_cut_text_and_tree_alike(window, monkeypatch):
 @pytest.mark.parametrize("at_once", [False, True], ids=["splits apart", "at once"])
 @pytest.mark.parametrize(("length", "group"), [(0, 1), (15, 4), (29, 3), (31, 9)])
 def test_tails_of_several_groups_and_splits(length, group, at_once, monkeypatch):
-    monkeypatch.setattr(_invariant, "_MULTIPROCESSORS", 1 if at_once else 10**6)
+    monkeypatch.setattr(_invariant, "MULTIPROCESSORS", 1 if at_once else 10**6)
     monkeypatch.setattr(_invariant, "_SPLIT_KEYS", 32)
     case = TreeCase(length=length, key_heads=1, tree="chain:37", group=group, channels=16)
     torch.testing.assert_close(case.in_a_tree("cpu")[0].double(), case.expected("cpu"), **CLOSE)

@@ -148,7 +148,7 @@ def test_trees_are_no_deeper_than_a_pass_gives(target: HFModel, tmp_path: Path) 
     head = load_draft(str(write(tmp_path, config, weights_of(config))), Loaded(target, None, ()))
     assert head is not None
     for shape in (parse_tree("chain:5"), DynamicShape(nodes=12, depth=5)):
-        with pytest.raises(UsageError, match=r"gives 4 levels by a pass, but the tree has 5; .* such as chain:4"):
+        with pytest.raises(UsageError, match=r"gives 4 levels per pass, but the tree has 5; .* such as chain:4"):
             TreeDrafter(head, shape)
     usual = TreeDrafter(head, parse_tree("3x2x1x1x1"), greedy=DynamicShape(nodes=64, depth=7), pauses=True)
     assert usual.topology == parse_tree("3x2x1x1") and usual.greedy == DynamicShape(nodes=64, depth=4)

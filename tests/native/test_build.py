@@ -101,7 +101,7 @@ def test_no_compiler(monkeypatch, caplog, tmp_path):
 
 def test_a_compiler_that_is_not_there(monkeypatch, caplog):
     monkeypatch.setenv("CC", "no-such-compiler -pipe")
-    refused(caplog, "'no-such-compiler -pipe', is not there")
+    refused(caplog, "a C compiler that was not found, 'no-such-compiler -pipe'")
 
 
 def test_a_compiler_that_fails(monkeypatch, caplog, tmp_path):
@@ -115,7 +115,7 @@ def test_a_compiler_that_hangs(monkeypatch, caplog, tmp_path):
     monkeypatch.setattr(compiler, "SECONDS", 0.3)
     monkeypatch.setenv("CC", script(tmp_path / "slow", f"sleep 60 & echo $! > {tmp_path}/child; wait\n"))
     start = time.monotonic()
-    refused(caplog, "was not ready after")
+    refused(caplog, "was not done after")
     assert time.monotonic() - start < 20
     child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/status")
     deadline = time.monotonic() + 5
@@ -267,7 +267,7 @@ def test_code_of_other_sources_has_another_name(tmp_path):
     for file in compiler.FOLDER.glob("*.[ch]"):
         shutil.copy(file, copy)
     shutil.copy(compiler.__file__, copy)
-    (copy / "meeting.h").write_text("/* changed */" + (copy / "meeting.h").read_text())
+    (copy / "barrier.h").write_text("/* changed */" + (copy / "barrier.h").read_text())
     variant = runpy.run_path(str(copy / "compiler.py"))["VARIANTS"]["aarch64"][0]
     assert variant.file(tmp_path).name not in files and variant.name == "i8mm"
 

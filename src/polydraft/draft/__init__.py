@@ -1,4 +1,4 @@
-"""Where candidates come from."""
+"""Drafting: where candidates come from."""
 
 from polydraft.draft.builder import Builder
 from polydraft.draft.drafter import DRAFTERS, LOSSY_DRAFTERS, Drafter, Parts, Plain

@@ -1,4 +1,4 @@
-"""What decides which nodes a draft tree has: the interface of builders, and the distributions that they draw from."""
+"""Builders, which decide the nodes of a draft tree: their interface, and the distributions that they draw from."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable, Iterable, Mapping, Sequence
@@ -15,14 +15,14 @@ from polydraft.verify import Scheme, Verdict, Walk, resolve_walk
 
 
 class Builder(ByRow, ABC):
-    """Builds the trees of one batch, round by round, out of what a source gives.
+    """Builds the trees of one batch, round by round, from what a source provides.
 
-    `build` and `learn` run on the device without looking at values, unless `obstacle` says otherwise.
+    `build` and `learn` run on the device without looking at values, unless there is an `obstacle`.
     """
 
     source: Source
     num_nodes: int
-    """Most nodes of a tree, the root included."""
+    """Most nodes of a tree, root included."""
     depth: int
     """Levels below the root, the same in every round."""
     obstacle: str | None = None
@@ -30,11 +30,11 @@ class Builder(ByRow, ABC):
     static: bool = False
     """Whether the host knows the shape of every tree, the same for all rows."""
     on_host: bool = False
-    """Whether `build` is the host's work, and a capture takes its tree as an input."""
+    """Whether `build` runs on the host, and a capture takes its tree as an input."""
     learns: bool = False
-    """Whether what the host learns of a round may change what the next one does."""
+    """Whether the next round may depend on what the host learns from the last one."""
     asleep: bool = False
-    """Whether the next tree is the root alone, whatever the host learns of the last round."""
+    """Whether the next tree is the root alone, whatever the host learns from the last round."""
     beside_draft: bool = False
     """Whether a draft proposes in the same rounds."""
     elastic: bool = False
@@ -42,23 +42,23 @@ class Builder(ByRow, ABC):
     movable: bool = False
     """Whether rows can be swapped, see `swap_rows`."""
     policy: RowPolicy | None = None
-    """Says on a CPU which rows rest, where some may, and how much the others draft."""
+    """On a CPU: which rows rest, and how much the others draft; None if no row may rest."""
     asked_scheme: str | None = None
     """The scheme that the user named. If they also named a walk, it must be able to verify this scheme."""
 
     @property
     @abstractmethod
     def scheme(self) -> Scheme:
-        """How the next tree is drawn, and so how it must be verified: it may change with the rows' parameters."""
+        """How the next tree is drawn, and so how it must be verified; may change with the rows' parameters."""
 
     @property
     @abstractmethod
     def num_uniforms(self) -> int:
-        """Random numbers per row that the next `build` uses."""
+        """How many random numbers per row the next `build` uses."""
 
     @property
     def suffices(self) -> Sequence[bool] | None:
-        """Rows whose last tree is good enough to need no draft beside it; None if this builder never says so."""
+        """Rows whose last tree is so good that they need no draft as well; None if this builder never says so."""
         return None
 
     @property
@@ -68,62 +68,62 @@ class Builder(ByRow, ABC):
 
     @property
     def rest_reason(self) -> str:
-        """Why a row had no candidates in the last round, if it had none."""
+        """Why a row without candidates in the last round had none."""
         return REST_REASON if self.policy is None else self.policy.rest_reason
 
     def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
-        """Add what the device knows to a tree that the host built; `uniforms_BU` as for `build`."""
+        """Add the device's part to a tree that the host built; `uniforms_BU` as for `build`."""
         return tree
 
     def made_up(self, dtype: torch.dtype) -> DraftTree | None:
-        """Return a tree of the usual form, from made-up logits, so that its kernels are compiled.
+        """Build a tree from made-up logits so that its kernels are compiled; None if there are no kernels.
 
-        It launches the same kernels as `build` and leaves the rounds' own tensors alone; None if there are no kernels.
+        It launches the same kernels as `build`, and does not touch the rounds' own tensors.
         """
         return None
 
     def wake(self, *, ahead: bool) -> None:
-        """Get ready for the next tree; `ahead` if the outcome of the last round is not known yet.
+        """Get ready for the next tree; `ahead` says that the last round's outcome is not known yet.
 
-        What is decided here must not depend on `ahead`, and so not on that outcome.
+        What is decided here must be the same with `ahead` and without, so it must not depend on that outcome.
         """
 
     @property
     def kind(self) -> Hashable:
-        """What a capture of the next round depends on besides tensors, as chosen by the host."""
+        """The host's choices for the next round that a capture depends on."""
         return None
 
     @property
     def num_kinds(self) -> int:
-        """How many kinds there are."""
+        """How many different values `kind` can have."""
         return 1
 
     def rehearse(self, number: int | None) -> None:
-        """Fix the kind of all rounds until None is passed, so that its capture exists before it is needed."""
+        """Make all rounds of the kind with this number, to capture it before it is needed; None ends the rehearsal."""
 
     @property
     def places(self) -> int:
-        """Places that a round's passes take in the source's memory, at most."""
+        """Most places that a round's passes take in the source's cache."""
         return self.num_nodes
 
     def resolve_walk(self, name: str) -> Walk:
         """Return the walk that verifies the trees; `name` is what the user asked for, possibly ``"auto"``."""
-        # A walk that does not fit is refused only if the user named the scheme as well: at temperature 0 it is another one.
+        # A walk that does not fit is refused only if the user also chose the scheme: at temperature 0, `top` replaces it.
         return resolve_walk(name, self.scheme, insist=self.asked_scheme == self.scheme.name)
 
     def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
-        """Say how many rows share the rounds of each row, which may make smaller trees pay.
+        """Set how many rows share each row's rounds: the more, the smaller the trees that pay.
 
-        `steady` are rows that must have the same trees whatever pays; None for those that are not at work.
+        `steady` marks rows whose trees must not depend on what pays; None for idle rows.
         """
         if self.policy is not None:
             self.policy.share(loads)
 
     @property
     def limited(self) -> Mapping[int, Sequence[int]]:
-        """Rows that are limited to a part of the next tree, and which of `num_uniforms` they use, in the order they are drawn.
+        """Rows limited to a part of the next tree, and which of the `num_uniforms` random numbers they use, in draw order.
 
-        They use no others, so that a row's random numbers do not depend on other rows.
+        They draw only those, so that their random numbers do not depend on other rows.
         """
         return {}
 
@@ -132,10 +132,10 @@ class Builder(ByRow, ABC):
         return (self.source,) if self.policy is None else (self.source, self.policy)
 
     def use(self, params: RowParams) -> None:
-        """Take the rows' new parameters: the number of rows has changed."""
+        """Set the rows' parameters after the number of rows has changed."""
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Begin new texts in some rows, and take the parameters of all rows."""
+        """Begin new texts in some rows, and set the parameters of all rows."""
         if self.policy is not None:
             self.policy.begin(rows)
 
@@ -144,33 +144,33 @@ class Builder(ByRow, ABC):
         """Return a tree below the pending token, the second of each row's last two tokens."""
 
     def places_of(self, path_BD: Tensor) -> Tensor:
-        """Return where the source's passes put some nodes of the last tree."""
+        """Return the places of some of the last tree's nodes in the source's passes."""
         return path_BD
 
     def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
-        """Compare the verdict with what was expected."""
+        """Learn from the verdict on the last tree."""
         if self.policy is not None:
             self.policy.learn(verdict.accepted_B.tolist(), (keep_B > 0).tolist())
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Add newly emitted tokens to the certain texts."""
+        """Add newly emitted tokens to the texts."""
 
     def took(self, counts: Sequence[int]) -> None:
         """Learn on the host how many n-gram candidates each row accepted."""
 
     def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str] | None:
-        """Say who proposed each of a row's accepted tokens; None if there is only one answer."""
+        """Return who proposed each of a row's accepted tokens; None if it can only be the drafter itself."""
         return None
 
 
 class DraftDistributions(ByRow):
-    """A source's distributions after temperature, truncation and penalties, as trees are drawn from them.
+    """A source's distributions after temperature, truncation and penalties, which trees are drawn from.
 
     Parameters
     ----------
     source : DistributionSource
     params : RowParams
-        The draft's, at first.
+        The draft's initial parameters.
     vocab_size : int
         The target's.
     """
@@ -183,76 +183,76 @@ class DraftDistributions(ByRow):
 
     @property
     def num_columns(self) -> int:
-        """Tokens that the distributions speak of, so the most children that a node can have."""
+        """Tokens that the distributions cover, and so the most children a node can have."""
         return self.vocab_size if self.vocabulary is None else len(self.vocabulary.tokens_D)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Begin new texts in some rows, as penalties count their tokens, and take the parameters of all rows."""
+        """Begin new texts in some rows, whose tokens penalties count, and set the parameters of all rows."""
         self.params = params
         self._warper.admit(params, rows, [texts[row] for row in rows])
 
     def use(self, params: RowParams) -> None:
-        """Take the parameters that the rows have from now on."""
+        """Set the rows' parameters after the number of rows has changed."""
         self.params = params
         self._warper.use(params)
 
     def row_parts(self) -> Iterable[ByRow]:
-        """Return what knows the rows' texts and parameters."""
+        """Return the warper, which knows the rows' texts and parameters."""
         return (self._warper,)
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Add newly emitted tokens to the certain texts."""
+        """Add newly emitted tokens to the texts."""
         self._warper.advance(emitted)
 
     def probs(self, logits_BWV: Tensor, paths_BWP: Tensor) -> Tensor:
-        """Return the probabilities after some paths, in columns of the draft's own vocabulary if that is partial."""
+        """Return the probabilities after some paths, over the draft's own columns if its vocabulary is partial."""
         return self._warper.probs(self._aligned(logits_BWV), paths_BWP)
 
     def ranking(self, logits_BWV: Tensor, paths_BWP: Tensor) -> Tensor:
-        """Return weights in the same order, where nothing but the order matters."""
+        """Return weights in the same order as the probabilities, for when only the order matters."""
         return self._warper.ranking(self._aligned(logits_BWV), paths_BWP)
 
     @property
     def temperature_B(self) -> Tensor | None:
-        """Temperature of each row, where `probs` are the softmax of the logits over it and nothing else."""
+        """Temperature of each row; None if `probs` is more than a softmax of the logits over the temperature."""
         return self._warper.temperature_B
 
     def tokens(self, columns_BX: Tensor) -> Tensor:
-        """Return the tokens that some columns stand for."""
+        """Return the tokens of some columns."""
         return columns_BX if self.vocabulary is None else self.vocabulary.tokens(columns_BX)
 
     def _aligned(self, logits_BWV: Tensor) -> Tensor:
-        """Return logits whose columns are the target's tokens, or the draft's own few."""
+        """Return logits over the target's tokens, or over the draft's own columns if its vocabulary is partial."""
         if self.vocabulary is not None:
             return logits_BWV
-        # Padding rows of either model's table never get mass.
+        # Padding rows of either model's table get no mass.
         missing = self.vocab_size - logits_BWV.shape[-1]
         return torch.nn.functional.pad(logits_BWV, (0, missing), value=-torch.inf) if missing else logits_BWV
 
 
 class DistributionBuilder(Builder):
-    """A builder that takes children from a draft's distributions, drawn or by rank."""
+    """A builder that takes children from a draft's distributions, by drawing or by rank."""
 
     source: DistributionSource
     _distributions: DraftDistributions
 
     @abstractmethod
     def _draft_params(self, params: RowParams) -> RowParams:
-        """Return the sampling parameters of the draft, given those of the target."""
+        """Return the draft's sampling parameters, given the target's."""
 
     def row_parts(self) -> Iterable[ByRow]:
         """Return the draft's distributions as well."""
         return *super().row_parts(), self._distributions
 
     def use(self, params: RowParams) -> None:
-        """Take the parameters that the rows have from now on."""
+        """Set the rows' parameters after the number of rows has changed."""
         self._distributions.use(self._draft_params(params))
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Begin new texts in some rows, and take the parameters of all rows."""
+        """Begin new texts in some rows, and set the parameters of all rows."""
         super().begin(texts, rows, params)
         self._distributions.begin(texts, rows, self._draft_params(params))
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Add newly emitted tokens to the certain texts."""
+        """Add newly emitted tokens to the texts."""
         self._distributions.advance(emitted)

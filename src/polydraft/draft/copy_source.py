@@ -1,4 +1,4 @@
-"""A copy of the target as a source of distributions, in the target's own memory."""
+"""An int8 copy of the target as a draft, working in the target's own cache."""
 
 import copy
 from functools import lru_cache
@@ -14,9 +14,9 @@ from polydraft.trees import Block, causal_block
 
 
 class CopySource(DistributionSource):
-    """Passes of a copy that read the target's keys and values, and put their own where the target's pass comes next.
+    """A copy that reads the target's keys and values, and writes its own where the target's next pass will overwrite them.
 
-    So there is nothing to read, to commit or to catch up with: the copy continues from whatever the target holds.
+    It has nothing to read, commit or catch up on: the copy continues from whatever the target's cache holds.
     """
 
     follows_any_path = movable = True
@@ -28,11 +28,11 @@ class CopySource(DistributionSource):
         self._checked = False
 
     def make_room(self, *, places: int, depth: int, captured: bool) -> None:
-        """Ask for room in the target's memory."""
+        """Ask for room in the target's cache."""
         self.borrowed_places = places
 
     def borrow(self, context: Context) -> None:
-        """Work in this memory from now on."""
+        """Work in this cache from now on."""
         assert isinstance(context, HFContext), context
         self._context = context
 
@@ -45,8 +45,8 @@ class CopySource(DistributionSource):
         return self._extend(tokens_BW, block)
 
     def _extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
-        assert self._context is not None, "the target's memory comes first"
-        # A copy of the handle, not of what it holds: passes see the same slots, whatever became of them since the last one.
+        assert self._context is not None, "borrow() comes first"
+        # A shallow copy: it shares the slots, in whatever state they are now.
         own = copy.copy(self._context)
         own.model, own.checked = self._model, self._checked
         features_BTF = own.extend(tokens_BT, block)

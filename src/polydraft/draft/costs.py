@@ -1,7 +1,7 @@
-"""What target passes and draft levels cost on this machine: measured once, and kept.
+"""What target passes and draft levels cost on this machine: measured once, and kept on disk.
 
-Kept on disk, because trees that are chosen by costs decide which random number meets which token: with one table for a
-machine the same seed gives the same text there.
+They are kept because the tree decides which random number goes to which token: only with the same costs, and so the same
+trees, does a seed give the same text again.
 """
 
 import hashlib
@@ -37,40 +37,40 @@ logger = logging.getLogger(__name__)
 _SIZES = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128)
 _CONTEXT, _BEAM, _DRAWING, _CHILDREN = 128, 8, 2, 4
 _SMALL_TREE = 16
-"""Nodes up to which a tree's levels are narrow, whatever the scheme."""
+"""Trees of up to this many nodes have narrow levels, whatever the scheme."""
 _LEAST_REPEATS, _MOST_REPEATS, _SECONDS = 4, 12, 2.0
 _TOGETHER = 4
-"""Runs that are timed together on a GPU, so that the wait for it is not counted with each."""
+"""Runs timed together on a GPU, to wait for the device only once."""
 _DISTURBED = 1.6
 """If the third quartile of repeated times is more than this multiple of the first, the machine was busy."""
 _EDITION = 2
-"""Of what is measured; tables of earlier ones are not read."""
+"""Version of the tables; older ones are measured again."""
 _tables: dict[Path, dict[str, Any]] = {}
 """Tables that this process has read or measured."""
 SCHEMES_MEASURED = ("top", "hybrid")
-"""What trees of a draft are verified by, at temperature 0 and above."""
+"""Schemes of drawn trees, at temperature 0 and above."""
 GRAMS = "naive"
-"""What n-grams are verified by."""
+"""Scheme of n-gram tries."""
 _HOST = 3.2
-"""What every round, and every level of a draft, takes on the host beside its passes and draws, in walks over a root alone: 0.9
-ms of a plain round of a tiny model, where a walk takes 0.27; 1.1 ms of one of the bundled model in int8."""
+"""Host time of every round and every draft level, apart from passes and draws, as a multiple of a walk over a lone root: 0.9 ms
+in a plain round of a tiny model, where such a walk takes 0.27 ms; 1.1 ms with the bundled model in int8."""
 _PERIOD = 24
-"""Of the text in which n-grams are looked up to see how long that takes: all of it has been there before."""
+"""Period of the text in which n-gram lookups are timed: it repeats itself, so that lookups find something."""
 Draft = LanguageModel | Head | None
 """The draft; None for n-grams."""
 
 
 def measured_costs(target: LanguageModel, draft: Draft, nodes: int, scheme: str) -> Costs:
-    """Return costs of this pair on this machine, measuring them the first time (a second or two).
+    """Return the costs of this pair on this machine, measuring them the first time (a second or two).
 
     Parameters
     ----------
     target, draft : the pair
-        No draft where n-grams are proposed.
+        The draft is None for n-grams.
     nodes : int
-        Largest tree.
+        Nodes of the largest tree.
     scheme : str
-        By which children are drawn and verified: what that costs a level counts.
+        Scheme by which children are drawn and verified, part of a level's cost.
     """
     file = cache_root() / "costs" / f"{_key(target, draft, nodes)}.json"
     if file in _tables:
@@ -89,19 +89,19 @@ def measured_costs(target: LanguageModel, draft: Draft, nodes: int, scheme: str)
 
 
 def costs_of(table: Mapping[str, Any], scheme: str) -> Costs:
-    """Return the costs that a table of seconds means, in plain rounds.
+    """Convert a table of seconds into costs, in units of a plain round.
 
-    A plain round is a pass of one token, the draw of the next, and the host's work. The last two are part of every round, so
-    rounds with trees differ less from plain ones than their passes do. A captured round needs no host, and verifies all its
+    A plain round is a pass over one token, the draw of the next one, and the host's work. Every round has the last two, so
+    rounds with trees differ less from plain ones than their passes do. A captured round has no host work, and verifies all
     levels in one kernel.
     """
     level, plain_draw = table["level"][scheme], table["verification"]["plain"]
-    verification = max(table["verification"][scheme] - plain_draw, 0.0)  # the draw of a round's last token comes in any case
+    verification = max(table["verification"][scheme] - plain_draw, 0.0)  # every round draws its last token
     captured = table.get("captured", False)
     host = 0.0 if captured else table["host"]
     passes = rising({int(size): seconds + plain_draw + host for size, seconds in table["target"].items()})
     plain = passes[min(passes)]
-    # N-grams are looked up once, which is timed as a level; a level of a draft has as many small operations as a plain round.
+    # N-grams are looked up once, timed as a level; a draft's level has as many small operations as a plain round.
     by_level = 0.0 if captured else verification + (0.0 if scheme == GRAMS else host)
     per_level, overhead = level + by_level, verification if captured else 0.0
     overhead += table.get("root", {}).get("pass", 0.0)
@@ -114,10 +114,10 @@ def costs_of(table: Mapping[str, Any], scheme: str) -> Costs:
 
 
 def rising(measured: Mapping[int, float]) -> dict[int, float]:
-    """Return the closest times that do not fall as passes grow: that a larger pass seems faster is noise.
+    """Return the closest times that never fall with the size of a pass; if a larger pass seems faster, that is noise.
 
-    Times that fall are replaced by their common mean (isotonic regression), which believes neither more than the other, where
-    the largest so far would believe whatever was slowed down by chance.
+    Falling times are replaced by their mean (isotonic regression). A running maximum would instead trust whichever time
+    happened to be slowed down.
     """
     runs: list[tuple[float, list[int]]] = []
     for size in sorted(measured):
@@ -132,11 +132,11 @@ def rising(measured: Mapping[int, float]) -> dict[int, float]:
 
 @torch.inference_mode()
 def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
-    """Time target passes of several sizes, output head included, draft levels and verification; in seconds.
+    """Time target passes of several sizes (output head included), draft levels and verification, in seconds.
 
-    All take turns, again and again, so that a disturbance hits each of them once and not one of them always, and each comes
-    after what precedes it in decoding, which has emptied the caches for it: a tree's pass after a draft level, a plain one
-    after a pass. Of the times of each the lower quartile counts: disturbances only ever slow down.
+    All take turns, so that a disturbance hits each of them a little instead of one of them a lot. Each also runs after what
+    precedes it in decoding, which has evicted its data from the CPU's caches: a tree's pass after a draft level, a plain pass
+    after another pass. The result is the lower quartile, because disturbances only ever slow things down.
     """
     largest = next((size for size in _SIZES if size >= nodes), _SIZES[-1])
     sizes = [size for size in _SIZES if size <= largest]
@@ -156,7 +156,7 @@ def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
         if size > 1:
             turns.append(levels[turn % len(levels)])
         turns.append(("target", str(size), target_pass(size)))
-    turns += [level for level in levels if level not in turns]  # small trees have fewer passes than there are levels
+    turns += [level for level in levels if level not in turns]  # if there are fewer passes than levels
     if isinstance(draft, ParallelHead):
         turns.append(("root", "pass", _root_pass(draft)))
     turns += [("verification", name, _verification(name, target, draft)) for name in ("plain", *schemes)]
@@ -166,7 +166,7 @@ def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
     else:
         turns = [(kind, name, captured(work)) for kind, name, work in turns]
     times: dict[tuple[str, str], list[float]] = {(kind, name): [] for kind, name, _ in turns}
-    for _, _, work in turns:  # the first time is not like the others
+    for _, _, work in turns:  # the first run is slower
         work()
     start, done = time.perf_counter(), 0
     while done < _LEAST_REPEATS or (done < _MOST_REPEATS and time.perf_counter() - start < _SECONDS):
@@ -186,8 +186,8 @@ def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
 
 
 def captured(work: Callable[[], Any]) -> Callable[[], Any]:
-    """Return the replay of some work's CUDA graph: rounds are captured there, and launches would be most of what is timed."""
-    work()  # libraries set themselves up, which no capture may contain
+    """Return the replay of some work's CUDA graph: rounds are captured, and launches would otherwise dominate the time."""
+    work()  # libraries initialise themselves, which a capture may not contain
     graph = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
@@ -196,7 +196,7 @@ def captured(work: Callable[[], Any]) -> Callable[[], Any]:
         logger.info("costs are measured without CUDA graphs: %s", first_line(error))
         return work
 
-    def replay(_: Callable[[], Any] = work) -> None:  # holds what the graph reads
+    def replay(_: Callable[[], Any] = work) -> None:  # the default keeps alive what the graph reads
         graph.replay()
 
     return replay
@@ -207,7 +207,7 @@ def _schemes(draft: Draft) -> tuple[str, ...]:
 
 
 def _lookup(target: LanguageModel) -> Callable[[], Any]:
-    """Return the work of a round's n-grams: looking them up, and making a tree of them."""
+    """Return the work of a round with n-grams: look them up, and make a tree of them."""
     name, memory = SuffixCache.name, SuffixCache(GramOptions()).open()
     memory.read([index % min(_PERIOD, target.vocab_size) for index in range(_CONTEXT)])
     limits = Limits(nodes=_BEAM, depth=_BEAM, width=_CHILDREN, least=0.0, ladder=trie_ladder(_BEAM))
@@ -220,7 +220,7 @@ def _lookup(target: LanguageModel) -> Callable[[], Any]:
 
 
 def _root_walk(target: LanguageModel) -> Callable[[], Any]:
-    """Return a part of a plain round's work on the host: its tree, what it sees, and the walk over it."""
+    """Return part of a plain round's host work: make a lone root and its block, and walk over it."""
     distribution_1V = torch.full((1, target.vocab_size), 1 / target.vocab_size, device=target.device)
     tokens_11 = torch.zeros(1, 1, dtype=torch.long, device=target.device)
     uniforms_1U = torch.full((1, 1), 0.5, dtype=torch.float64, device=target.device)
@@ -234,7 +234,7 @@ def _root_walk(target: LanguageModel) -> Callable[[], Any]:
 
 
 def _verification(name: str, target: LanguageModel, draft: Draft) -> Callable[[], Any]:
-    """Return the work of one level: the target's distribution, and a draw from it alone or a walk over a draft's children."""
+    """Return the work of verifying one level: a softmax, then a plain draw or a walk over a draft's children."""
     generator = torch.Generator().manual_seed(0)
     columns = target.vocab_size if draft is None else draft.num_columns
     logits_1V = 4 * torch.randn(1, target.vocab_size, generator=generator).to(target.device)
@@ -253,7 +253,7 @@ def _verification(name: str, target: LanguageModel, draft: Draft) -> Callable[[]
     own_1U = uniforms_1U[:, : walk.uniforms(scheme, tree.depth)]
     warper = Warper(SamplingParams(), target.vocab_size, [], target.device)
     logits_1NV = logits_1V.expand(tokens_1N.shape[1], -1)[None]
-    in_rounds = captures(target.device)  # as in rounds: kernels want the distributions of all nodes at once
+    in_rounds = captures(target.device)  # in captured rounds, kernels take the distributions of all nodes at once
 
     def verify() -> Verdict:
         return walk.run(scheme, tree, TargetDistributions(logits_1NV, lambda logits: logits, warper, whole=in_rounds), own_1U)
@@ -262,7 +262,7 @@ def _verification(name: str, target: LanguageModel, draft: Draft) -> Callable[[]
 
 
 def _root_pass(head: ParallelHead) -> Callable[[], Any]:
-    """Return the work of the one pass of a round that gives all levels: an entry, the places behind it, and all logits."""
+    """Return the work of a parallel head's one pass per round: an entry, the places behind it, and all logits."""
     context, one_1 = head.start(1, 2 * _CONTEXT), torch.ones(1, dtype=torch.long, device=head.device)
     tokens_1W = torch.zeros(1, _CONTEXT, dtype=torch.long, device=head.device)
     fused_1WH = torch.zeros(1, _CONTEXT, head.shape.hidden_size, dtype=head.dtype, device=head.device)
@@ -272,44 +272,18 @@ def _root_pass(head: ParallelHead) -> Callable[[], Any]:
 
 
 def _draft_level(draft: LanguageModel | Head, name: str, beam: int) -> Callable[[], Any]:
-    """Return one level's work: a pass of its nodes, `beam` of them where none are drawn, their distributions, and children."""
+    """Return the work of one draft level: a pass over its nodes (`beam` of them for `top`), a softmax, and the children."""
     width = 1 if isinstance(draft, Int8Copy) else beam if name == "top" else _DRAWING
-    context: Any = draft.start(1, _CONTEXT + width)
-    size, device = (_CONTEXT, draft.device)
-    tokens_1T = torch.zeros(1, size, dtype=torch.long, device=device)
-    own_1WU = torch.eye(width, dtype=torch.bool, device=device)[None]
-    block = Block(0, torch.zeros(1, width, dtype=torch.long, device=device), own_1WU, levels=(width,))
-    if isinstance(draft, ParallelHead):
-        known_1WD = torch.zeros(1, 1, draft.num_columns, dtype=draft.dtype, device=device).expand(-1, width, -1)
-
-        def logits() -> torch.Tensor:
-            return known_1WD
-
-    elif isinstance(draft, Head):
-        zeros: Any = {"dtype": draft.dtype, "device": device}
-        context.read(tokens_1T, torch.zeros(1, size, draft.hidden_size, **zeros), causal_block(1, size, device))
-        fused_1WH = torch.zeros(1, width, draft.hidden_size, **zeros)
-
-        def logits() -> torch.Tensor:
-            return draft.head(context.read(tokens_1T[:, :width], fused_1WH, block))
-
-    else:
-        context.extend(tokens_1T, causal_block(1, size, device))
-
-        def logits() -> torch.Tensor:
-            return draft.head(context.extend(tokens_1T[:, :width], block))
-
-    context.rewind([size])
+    logits, device, scheme = _draft_pass(draft, width), draft.device, SCHEMES.get(name)()
     scores_1W = torch.zeros(1, width, device=device, dtype=torch.float64)
     counts_1W = torch.full((1, width), min(_CHILDREN, draft.num_columns), device=device)
     uniforms_1U = torch.rand(1, width * _CHILDREN, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
-    scheme = SCHEMES.get(name)()
 
     def work() -> None:
         probs_1WD = torch.softmax(logits().float(), -1)
         if name == "top":
             best_children(scores_1W, probs_1WD, 2 * beam, 8 * beam)
-        elif captures(device):  # trees that captured rounds draw are static
+        elif captures(device):  # captured rounds draw static trees
             scheme.draw(probs_1WD[0], uniforms_1U.view(width, _CHILDREN))
         else:
             ranked = largest(probs_1WD.flatten(0, 1), _CHILDREN)
@@ -319,13 +293,33 @@ def _draft_level(draft: LanguageModel | Head, name: str, beam: int) -> Callable[
     return work
 
 
+def _draft_pass(draft: LanguageModel | Head, width: int) -> Callable[[], torch.Tensor]:
+    """Return the pass over `width` nodes of a level, which gives their logits."""
+    device = draft.device
+    if isinstance(draft, ParallelHead):  # one pass per round gives all levels
+        known_1WD = torch.zeros(1, 1, draft.num_columns, dtype=draft.dtype, device=device).expand(-1, width, -1)
+        return lambda: known_1WD
+    context: Any = draft.start(1, _CONTEXT + width)
+    tokens_1T = torch.zeros(1, _CONTEXT, dtype=torch.long, device=device)
+    own_1WU = torch.eye(width, dtype=torch.bool, device=device)[None]
+    block = Block(0, torch.zeros(1, width, dtype=torch.long, device=device), own_1WU, levels=(width,))
+    if isinstance(draft, Head):
+        features_1TH = torch.zeros(1, _CONTEXT, draft.hidden_size, dtype=draft.dtype, device=device)
+        context.read(tokens_1T, features_1TH, causal_block(1, _CONTEXT, device))
+        context.rewind([_CONTEXT])
+        return lambda: draft.head(context.read(tokens_1T[:, :width], features_1TH[:, :width], block))
+    context.extend(tokens_1T, causal_block(1, _CONTEXT, device))
+    context.rewind([_CONTEXT])
+    return lambda: draft.head(context.extend(tokens_1T[:, :width], block))
+
+
 def _seen(tokens_1: torch.Tensor) -> object:
-    """Read tokens on the host, unless that would wait for a device."""
+    """Read tokens on the host, unless that means waiting for a device."""
     return tokens_1.tolist() if can_sync(tokens_1) else tokens_1
 
 
 def timed(work: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds that some work takes; on a GPU as one of several, as it is where rounds run ahead of the host."""
+    """Return the seconds that some work takes; on a GPU, the mean of several runs, because rounds run ahead of the host."""
     times = _TOGETHER if captures(device) else 1
     start = time.perf_counter()
     for _ in range(times):
@@ -335,7 +329,7 @@ def timed(work: Callable[[], Any], device: torch.device) -> float:
 
 
 def _key(target: LanguageModel, draft: Draft, nodes: int) -> str:
-    """Name what the costs depend on."""
+    """Return a name made of all that the costs depend on."""
     place = f"cpu{torch.get_num_threads()}"
     if captures(target.device):
         place = f"{torch.cuda.get_device_name(target.device)} {'captured' if target.graph_obstacle is None else 'eager'}"
@@ -358,7 +352,7 @@ def _read(file: Path, draft: Draft) -> dict[str, Any] | None:
 
 
 def _write(file: Path, table: dict[str, Any]) -> None:
-    """Keep the table, whole or not at all; without room for it the next start measures again."""
+    """Keep the table, completely or not at all; if that fails, the next process measures again."""
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with written_whole(file) as partial:

@@ -1,7 +1,7 @@
-"""N-grams looked up on the device: tries of a fixed size, built inside the round, so that nothing waits for the host.
+"""N-grams looked up on the device: tries of a fixed size, built inside the round so that nothing waits for the host.
 
-What text and corpus propose comes as tensors (`polydraft.ngrams.tables`); the likeliest paths of all become one trie per row.
-They depend on the text alone, and are verified as the host's tries are.
+Text and corpus make their proposals as tensors (`polydraft.ngrams.tables`); the likeliest paths of all become one trie per row.
+They depend on the text alone, and are verified like the host's tries.
 """
 
 from collections.abc import Hashable, Iterable, Sequence
@@ -26,13 +26,13 @@ from polydraft.trees import DraftTree
 from polydraft.verify import Naive, NodeWalk, Verdict, Walk
 
 _CORPUS_NODES = 32
-"""Candidates that a corpus has at one place, at most: some ten bytes each, times the n-grams of the corpus."""
+"""Most candidates that a corpus has at one place: about ten bytes each, for every n-gram of the corpus."""
 _SPARE = 3
-"""Candidates, as multiples of those that are wanted, among which doubles are looked for."""
+"""How many times more candidates than wanted are checked for duplicates."""
 
 
 def on_device(caches: Sequence[GramCache], sizes: Sizes, device: torch.device) -> bool:
-    """Whether what all these caches know can be looked up on the device; elsewhere the host's own structures are faster."""
+    """Whether all these caches can be looked up on the device, a GPU; on a CPU, the host's own structures are faster."""
     fits = sizes.depth <= LONGEST and all(cache.has_tensors and cache.longest_match <= LONGEST for cache in caches)
     return captures(device) and not sizes.riders.branches and fits
 
@@ -47,9 +47,9 @@ class DeviceGramSource(Source):
         self.texts = Texts(batch_size, match, order, MOST_COPIES, device)
         self._room = 1
         self.credited: list[Sequence[int]] = []
-        """Of the accepted path of each row: which cache proposed each token."""
+        """Which cache proposed each token of each row's accepted path."""
         self.nodes, self.sources_BN = 1, torch.zeros(batch_size, 1, dtype=torch.long, device=device)
-        """Nodes of a trie, and the cache that proposed each node of the last one, with an extra entry for no cache."""
+        """Nodes of a trie; and which cache proposed each node of the last one, with one entry more to write to."""
 
     def make_room(self, *, places: int, depth: int, captured: bool) -> None:
         """Record how many tokens a round may add."""
@@ -60,9 +60,9 @@ class DeviceGramSource(Source):
         return (self.texts,)
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
-        """Write the texts down, over whatever stood there."""
+        """Write new texts over the old ones."""
         own = self.texts
-        # A round that ran ahead may add to a text that has ended.
+        # A round launched ahead may add to a text that has ended.
         wanted = round_up(own.start + longest + 4 * self._room)
         if wanted > own.tokens_BL.shape[1]:
             missing = wanted - own.tokens_BL.shape[1]
@@ -74,48 +74,48 @@ class DeviceGramSource(Source):
             own.lengths_B[row].fill_(len(texts[row]))
 
     def commit(self, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor) -> Tensor:
-        """Write down what the round brought; report who proposed it."""
+        """Append the round's tokens to the texts; report who proposed them."""
         self.texts.append(verdict.tokens_BD, keep_B)
-        # Nodes of a drawn tree come first, if there is one; their sources are not needed here.
+        # If there is a drawn tree, its nodes come first; their sources do not matter here.
         before = features_BNF.shape[1] - self.nodes
         return self.sources_BN.gather(1, (verdict.path_BD[:, 1:] - before).clamp(min=0))
 
     def receive(self, reports: Sequence[Sequence[int]]) -> None:
-        """Keep who proposed what."""
+        """Store who proposed what."""
         self.credited = list(reports)
 
     def rewind(self, texts: Sequence[Sequence[int]]) -> None:
-        """Cut the texts."""
+        """Cut the texts to these lengths."""
         assign(self.texts.lengths_B, [len(text) for text in texts])
 
 
 class DeviceTrieBuilder(Builder):
-    """Merge what the caches propose, without a look at values.
+    """Merge what the caches propose without looking at values.
 
-    Every trie has the same number of nodes: inside a capture those that are left out would be computed too.
+    Every trie has the same number of nodes: in a capture, leaving some out would save nothing.
 
     Parameters
     ----------
     caches : sequence of GramCache
-        Some of those that have tensors.
+        Caches that have tensors.
     sizes : Sizes
     batch_size : int
     device : torch.device
     name : str
-        Of the drafter.
+        Name of the drafter.
     """
 
     elastic = True
     num_uniforms = 0
     scheme = Naive()
-    """Tokens follow the target's own draw, whatever was proposed."""
+    """The emitted token is the target's own draw, whatever was proposed."""
 
     def __init__(self, caches: Sequence[GramCache], sizes: Sizes, batch_size: int, device: torch.device, name: str) -> None:
         self._names, self._name, self._nodes, self.depth = [cache.name for cache in caches], name, sizes.nodes, sizes.depth
         self.num_nodes = 1 + sizes.nodes
         matched = [(cache.longest_match, number) for number, cache in enumerate(caches) if cache.longest_match]
         self._text = max(matched)[1] if matched else None
-        """Which of the caches copies from the text; one of them is enough."""
+        """The cache that copies from the text; one is enough."""
         self._corpora: list[tuple[int, CorpusTables]] = []
         for number, cache in enumerate(caches):
             tables = cache.tables(min(sizes.nodes, _CORPUS_NODES), sizes.depth, device)
@@ -134,20 +134,20 @@ class DeviceTrieBuilder(Builder):
 
     @property
     def kind(self) -> Hashable:
-        """A capture looks at texts of one size, where they are."""
+        """The allocated length of the texts, which a capture reads in place."""
         return self.source.texts.tokens_BL.shape[1]
 
     def resolve_walk(self, name: str) -> Walk:
-        """Walk node by node."""
+        """Return the node walk, the only one that can verify n-grams."""
         check_node_walk(self._name, name)
         return NodeWalk()
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
-        """Look up what is known, and merge it."""
+        """Look up candidates and merge them."""
         return self.merged(self.candidates(), tail_B2[:, 1])
 
     def candidates(self) -> list[tuple[int, Paths]]:
-        """Return what each cache proposes; a corpus is asked at the end of the text, and after each token of a copy."""
+        """Return what each cache proposes; a corpus is looked up at the text's end, and after each token of a copy."""
         texts, found = self.source.texts, list[tuple[int, Paths]]()
         root_B1 = torch.zeros_like(texts.lengths_B[:, None])
         stems, tokens_BPD = Paths(root_B1[..., None].expand(-1, -1, 3), root_B1 + 1.0), None
@@ -175,7 +175,7 @@ class DeviceTrieBuilder(Builder):
         marks_BR = numbers_BR3[..., 2]
         double_BR = ((marks_BR[:, :, None] == marks_BR[:, None]) & self._earlier_RR[:count, :count]).any(-1)
         kept_BR = (chances_BR > 0) & ~double_BR
-        # By falling chance, so that parents come before their children; what has no room goes behind the last node.
+        # In order of falling chance, so that parents precede children; candidates without room go behind the last node.
         nodes, batch_size = self.num_nodes, len(root_B)
         node_BR = torch.where(kept_BR, kept_BR.cumsum(-1), nodes).clamp(max=nodes)
         numbers_BN3 = self._empty_N3.repeat(batch_size, 1, 1).scatter_(1, node_BR[..., None].expand_as(best_BR3), numbers_BR3)
@@ -185,7 +185,7 @@ class DeviceTrieBuilder(Builder):
         earlier_NN = self._earlier_RR[:nodes, :nodes]
         above_BNN = (before_BN[:, :, None] == marks_BN[:, None]) & earlier_NN
         listed_BN = above_BNN.any(-1) & (tokens_BN != NO_TOKEN)
-        # Nodes without a parent hang below the root, too.
+        # Nodes without a parent go below the root as well.
         parents_BN = above_BNN.to(torch.uint8).argmax(-1)
         rank_BN = ((parents_BN[:, :, None] == parents_BN[:, None]) & listed_BN[:, None] & earlier_NN).sum(-1)
         slot_BN = torch.where(listed_BN & (rank_BN < WIDTH), parents_BN * WIDTH + rank_BN, nodes * WIDTH)
@@ -200,7 +200,7 @@ class DeviceTrieBuilder(Builder):
         return DraftTree(tokens_BN, ancestors_BNN.sum(-1) - 1, ancestors_BNN, table_BNK, self.depth)
 
     def _credit(self, found: Sequence[tuple[int, Paths]], node_BR: Tensor, best_BR: Tensor) -> None:
-        """Write down who proposed each node."""
+        """Record who proposed each node."""
         source_BR, start = torch.full_like(best_BR, found[0][0]), 0
         for (_, before), (number, _) in pairwise(found):
             start += before.chances_BX.shape[1]
@@ -213,7 +213,7 @@ class DeviceTrieBuilder(Builder):
 
 
 def _joined(parts: Sequence[Paths]) -> Paths:
-    """Put candidates side by side."""
+    """Concatenate candidates."""
     if len(parts) == 1:
         return parts[0]
     return Paths(torch.cat([part.numbers_BX3 for part in parts], 1), torch.cat([part.chances_BX for part in parts], 1))

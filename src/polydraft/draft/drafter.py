@@ -1,4 +1,4 @@
-"""The one interface of everything that proposes tokens."""
+"""Drafters: the one interface of everything that proposes tokens."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -14,7 +14,7 @@ from polydraft.trees import DynamicShape, Topology
 
 
 class Drafter(ABC):
-    """Proposes candidates; free of any one text."""
+    """Proposes candidates; holds no state of any text."""
 
     name: str
     lossless: bool = True
@@ -22,9 +22,9 @@ class Drafter(ABC):
     model: LanguageModel | Head | None = None
     """The draft, if there is one."""
     topology: Topology | DynamicShape | None = None
-    """Shape of the trees that are drawn from it."""
+    """Shape of the drawn trees."""
     by_load: bool = False
-    """Whether a batch's trees may be smaller than that, by what pays, unless its texts are to be steady."""
+    """Whether texts in a batch may have smaller trees if that pays; not for steady texts."""
 
     @abstractmethod
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
@@ -32,18 +32,18 @@ class Drafter(ABC):
 
 
 class Plain(Drafter):
-    """Propose nothing: the engine with an empty tree is plain autoregressive decoding."""
+    """Proposes nothing: with empty trees, the engine decodes plainly, token by token."""
 
     name = "none"
 
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
-        """Open a session; there is nothing to prepare."""
+        """Open an empty session."""
         return DraftSession(self.name)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """What a drafter can be made of."""
+    """Everything that a drafter can be made of."""
 
     target: LanguageModel
     draft: LanguageModel | Head | None = None
@@ -52,22 +52,22 @@ class Parts:
     draft_temperature: float | None = None
     grams: GramTreeOptions = field(default_factory=GramTreeOptions)
     dynamic: DynamicShape | None = None
-    """Limits of a dynamic tree, which then takes the place of `topology`."""
+    """Limits of a dynamic tree; replaces `topology`."""
     decision: Decision | None = None
-    """Looks between levels whether to go on."""
+    """Decides between levels whether to go on."""
     by_load: bool = False
     """Whether rows that share rounds may have smaller trees than `topology`."""
     greedy: Topology | DynamicShape | None = None
-    """What stands in for `topology` where one text is decoded at temperature 0."""
+    """Replaces `topology` for a single text at temperature 0."""
     pauses: bool = False
-    """Whether drafting pauses on a CPU while it does not pay, by measured costs; dynamic trees always do so."""
+    """Whether drafting pauses on a CPU while it does not pay, by measured costs; dynamic trees always do."""
 
 
 DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("drafter")
 """Ways to make a drafter from parts, by name; the test suite checks that every one of them is lossless."""
 
 LOSSY_DRAFTERS: Registry[Callable[[Parts], Drafter]] = Registry("lossy drafter")
-"""Drafters that change the distribution of the text; they are chosen only by name, with `--lossy`."""
+"""Drafters that change the distribution of the text; chosen only by name, with `--lossy`."""
 
 
 @DRAFTERS.register("none")

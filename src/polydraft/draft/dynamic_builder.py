@@ -1,4 +1,4 @@
-"""Trees whose shape follows the draft's path probabilities, anew in every round, on a CPU.
+"""Trees whose shape follows the draft's path probabilities in every round, on a CPU.
 
 References
 ----------
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from polydraft.draft.builder import DistributionBuilder, DraftDistributions
+from polydraft.draft.builder import DraftDistributions
 from polydraft.draft.candidates import (
     Front,
     Level,
@@ -25,9 +25,9 @@ from polydraft.draft.candidates import (
     room_of_levels,
     total,
 )
-from polydraft.draft.fixed_builder import ranking_params
-from polydraft.draft.growth import Growing, Grown, Passes
+from polydraft.draft.growth import Growing, Grown
 from polydraft.draft.policy import RowPolicy
+from polydraft.draft.shaped_builder import ShapedBuilder
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.static_builder import DEFAULT_SCHEME
 from polydraft.draft.stopping_builder import DECISION_OBSTACLE, Decision
@@ -38,7 +38,7 @@ from polydraft.verify.weights import largest
 
 
 class Candidates(ABC):
-    """How the candidates of a level come about, and which of all levels are kept.
+    """How the candidates of a level are made, and which candidates of all levels are kept.
 
     Parameters
     ----------
@@ -64,11 +64,11 @@ class Candidates(ABC):
 
     @abstractmethod
     def children(self, growing: Growing, logits_BWV: Tensor, uniforms_BU: Tensor) -> tuple[Level, Tensor | None]:
-        """Return candidates below the nodes that get children now, and what they promise where that is known."""
+        """Return candidates below the nodes that get children now, and the tokens they promise, if known."""
 
     @abstractmethod
     def gained(self, levels: list[Level], promise_B: Tensor | None) -> Tensor:
-        """Return what the last level adds to a tree, once its nodes are paid for."""
+        """Return what the last level adds to a tree, less the cost of its nodes."""
 
     @abstractmethod
     def room(self, growing: Growing) -> Tensor:
@@ -76,10 +76,10 @@ class Candidates(ABC):
 
     @abstractmethod
     def kept(self, growing: Growing) -> tuple[Tensor, Tensor]:
-        """Return which candidates of all levels make the tree, and how many they are."""
+        """Return which candidates of all levels make the tree, and how many."""
 
     def dressed(self, grown: Grown) -> DraftTree:
-        """Return the tree with the distributions that it was drawn from."""
+        """Return the tree, with the distributions that it was drawn from."""
         return grown.draft
 
     def _tokens(self, level: Level) -> Level:
@@ -90,8 +90,8 @@ class Candidates(ABC):
 class Likeliest(Candidates):
     """The likeliest paths, as many as pay [1, 2].
 
-    They are chosen by rank, not drawn: verification by naive sampling is exact, and accepts as much as any exact verifier could
-    where the target is greedy.
+    They are chosen by rank, not drawn, so naive sampling is an exact verification. If the target is greedy, no exact verifier
+    accepts more.
     """
 
     scheme = SCHEMES.get("top")()
@@ -106,7 +106,7 @@ class Likeliest(Candidates):
         return self.shape.branch
 
     def children(self, growing: Growing, logits_BWV: Tensor, uniforms_BU: Tensor) -> tuple[Level, Tensor | None]:
-        """Choose the likeliest."""
+        """Choose the likeliest children."""
         probs_BWV = self.distributions.probs(logits_BWV, growing.paths_BWP)
         return self._tokens(best_children(growing.scores_BW, probs_BWV, self.shape.branch, self.shape.nodes - 1)), None
 
@@ -119,7 +119,7 @@ class Likeliest(Candidates):
         return self.policy.net(best(scores_BC, self.shape.nodes - 1)[0].exp())
 
     def room(self, growing: Growing) -> Tensor:
-        """Better candidates replace others."""
+        """There is always room: better candidates replace others."""
         return torch.ones(len(growing.scores_BW), dtype=torch.bool)
 
     def kept(self, growing: Growing) -> tuple[Tensor, Tensor]:
@@ -132,11 +132,11 @@ class Likeliest(Candidates):
 
 
 class Drawn(Candidates):
-    """Children that are drawn, where the target draws: they are accepted more often then.
+    """Drawn children: if the target samples, they are accepted more often than the likeliest ones.
 
-    How many a node draws, few where the draft is sure and many where it is not, and which of them draw further is decided by
-    the draft's distributions and the tokens so far, which leaves the distribution of whatever is drawn as verification assumes
-    it; no child that was drawn is left out again.
+    How many children a node draws (few if the draft is sure), and which of them get children, depends only on the draft's
+    distributions and the tokens so far, and no drawn child is dropped. So children have the distribution that verification
+    assumes.
     """
 
     scheme = SCHEMES.get(DEFAULT_SCHEME)()
@@ -150,7 +150,7 @@ class Drawn(Candidates):
         """One per candidate that the levels have room for."""
         self._level_probs: list[Tensor] = []
         self.greedy_B: Tensor | None = None
-        """Rows whose candidates are the likeliest tokens all the same; None if there are none."""
+        """Greedy rows, whose candidates are the likeliest tokens after all; None if there are none."""
 
     def width(self, depth: int) -> int:
         """Let a few nodes draw."""
@@ -158,11 +158,11 @@ class Drawn(Candidates):
 
     @property
     def branch(self) -> int:
-        """As many as levels have room for."""
+        """Return the most that any level has room for."""
         return max(level.children for level in self._room)
 
     def children(self, growing: Growing, logits_BWV: Tensor, uniforms_BU: Tensor) -> tuple[Level, Tensor | None]:
-        """Draw as many as pay."""
+        """Draw as many children as pay."""
         depth, scores_BW = len(growing.levels), growing.scores_BW
         if depth == 0:
             self._level_probs = []
@@ -170,7 +170,7 @@ class Drawn(Candidates):
         self._level_probs.append(probs_BWV)
         most, used = self._room[depth].children, sum(level.total for level in self._room[:depth])
         own_BU = uniforms_BU[:, used : used + scores_BW.shape[1] * most]
-        # How many children pay and which of them are certain both follow from the likeliest tokens: found once.
+        # How many children pay, and which are certain, both follow from the likeliest tokens, which are found once.
         ranked = largest(probs_BWV.flatten(0, 1), most)
         gain_BWK = gains(ranked[0], scores_BW.exp(), self.policy.belief)
         allotment = self.policy.allot(gain_BWK, self._nodes(growing), self._shares[depth], least=int(depth == 0))
@@ -186,12 +186,12 @@ class Drawn(Candidates):
         return (growing.tokens_BC != NO_TOKEN).sum(-1)
 
     def gained(self, levels: list[Level], promise_B: Tensor | None) -> Tensor:
-        """Count what the drawn children promise."""
+        """Return what the drawn children promise."""
         assert promise_B is not None
         return promise_B
 
     def room(self, growing: Growing) -> Tensor:
-        """Stop where the tree is full: what was drawn stays."""
+        """Stop when the tree is full, because drawn children are never replaced."""
         return self._nodes(growing) < self.shape.nodes - 1
 
     def kept(self, growing: Growing) -> tuple[Tensor, Tensor]:
@@ -210,25 +210,18 @@ class Drawn(Candidates):
         )
 
 
-class DynamicBuilder(DistributionBuilder):
-    """Grow trees whose shape follows the draft's confidence, as large as pays.
+class DynamicBuilder(ShapedBuilder):
+    """Grow trees whose shape follows the draft's confidence, and that are as large as pays.
 
     Parameters
     ----------
-    source : DistributionSource
-    shape : DynamicShape
-    params : RowParams
-        The target's.
-    vocab_size : int
-        The target's.
+    source, shape, params, vocab_size, draft_temperature
+        As for `ShapedBuilder`.
     policy : RowPolicy
-    draft_temperature : float, optional
-        Temperature of the distributions that rank candidates; the target's otherwise, 1 where that is 0.
     decision : Decision, optional
-        Lets rows stop before what their policy wants.
+        Lets rows stop earlier than their policy would.
     """
 
-    asked_scheme = "auto"
     learns = elastic = movable = True
     policy: RowPolicy
 
@@ -243,57 +236,45 @@ class DynamicBuilder(DistributionBuilder):
         draft_temperature: float | None = None,
         decision: Decision | None = None,
     ) -> None:
-        self.source: DistributionSource = source
-        self.shape, self.num_nodes, self.depth = shape, shape.nodes, shape.depth
-        self.policy, self._decision, self._draft_temperature = policy, decision, draft_temperature
-        self.obstacle = DECISION_OBSTACLE if decision is not None else "the host looks at dynamic trees as they grow"
-        self._distributions = DraftDistributions(source, self._draft_params(params), vocab_size)
+        super().__init__(source, shape, params, vocab_size, draft_temperature=draft_temperature, belief=policy.belief)
+        self.policy, self._decision = policy, decision
+        self.obstacle = DECISION_OBSTACLE if decision is not None else "the host decides how dynamic trees grow"
         self._likeliest, self._drawn = Likeliest(shape, self._distributions, policy), Drawn(shape, self._distributions, policy)
         self._note(params)
-        self._grown: Grown | None = None
-
-    def _draft_params(self, params: RowParams) -> RowParams:
-        return ranking_params(params, self._draft_temperature, self.policy.belief.greedy_temperature)
 
     def _note(self, params: RowParams) -> None:
-        """Choose how candidates come about."""
+        """Choose how candidates are made, by the rows' parameters."""
         drawn = not params.all_greedy and self._draft_temperature != 0
         self._candidates: Candidates = self._drawn if drawn else self._likeliest
         self._drawn.greedy_B = torch.tensor(params.greedy) if drawn and params.mixed else None
 
     def use(self, params: RowParams) -> None:
-        """Take the parameters that the rows have from now on."""
+        """Set the rows' parameters after the number of rows has changed."""
         self._note(params)
         super().use(params)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Begin new texts in some rows, and take the parameters of all rows."""
+        """Begin new texts in some rows, and set the parameters of all rows."""
         self._note(params)
         super().begin(texts, rows, params)
 
     @property
     def scheme(self) -> Scheme:
-        """The default scheme; `top` where no row draws."""
+        """The default scheme; `top` if no row draws."""
         return self._candidates.scheme
 
     @property
     def num_uniforms(self) -> int:
-        """One per candidate that the levels have room for, where they are drawn."""
+        """One per candidate that the levels have room for, if candidates are drawn."""
         return self._candidates.num_uniforms
-
-    @property
-    def places(self) -> int:
-        """A full front on every level, behind the lead."""
-        widths = [kind.width(depth) for kind in (self._likeliest, self._drawn) for depth in range(self.depth)]
-        return self.source.lead + 1 + max(widths) * (self.depth - 1)
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Grow the trees of a round: pass the likeliest paths through the source, level by level."""
         self._grown = None
         if self.resting:
             return self._bare(tail_B2[:, 1])
-        candidates, passes = self._candidates, Passes(self.source.lead, self.places)
-        growing, features_BWF = Growing(tail_B2[:, 1], passes, torch.float64), self.source.root(tail_B2)
+        candidates, growing = self._candidates, Growing(tail_B2[:, 1], self.passes, torch.float64)
+        features_BWF = self.source.root(tail_B2)
         logits_BWV, going_B = self.source.logits(features_BWF), torch.tensor(self.policy.drafting)
         level, _ = candidates.children(growing, logits_BWV, uniforms_BU)
         growing.levels.append(level.masked(going_B))
@@ -317,9 +298,9 @@ class DynamicBuilder(DistributionBuilder):
         return self._tree(growing, levels_B)
 
     def _tree(self, growing: Growing, levels_B: Tensor) -> DraftTree:
-        """Make the tree of the candidates that are kept, and plan with it."""
+        """Make a tree of the kept candidates, and tell the policy what it promises."""
         keep_BC, counts_B = self._candidates.kept(growing)
-        # The number of levels is the batch's: more of them must not change a row's sum, which its policy learns from.
+        # The batch sets the number of levels; more of them must not change a row's sum, which its policy learns from.
         expected_B = total(growing.scores_BC.exp().where(keep_BC, 0.0))
         self.policy.plan(expected_B.tolist(), counts_B.tolist(), levels_B.tolist())
         most = int(counts_B.max())
@@ -329,12 +310,8 @@ class DynamicBuilder(DistributionBuilder):
         return self._candidates.dressed(self._grown)
 
     def _bare(self, root_B: Tensor) -> DraftTree:
-        """Return a tree of the root alone, where all rows rest or nothing was found to pay; it verifies as deep trees do."""
+        """Return a lone root, for when all rows rest or nothing pays; it is verified like a deep tree."""
         columns, distributions = self._distributions.vocab_size, tuple[Tensor, ...]()
         if not self.scheme.follows_target:  # no child was drawn, so any distribution will do
             distributions = (torch.full((1, 1, 1), 1 / columns).expand(len(root_B), 1, columns),) * self.depth
         return DraftTree.bare(root_B, self.depth, distributions)
-
-    def places_of(self, path_BD: Tensor) -> Tensor:
-        """Nodes are where their levels put them; any place for nodes without children."""
-        return path_BD + self.source.lead if self._grown is None else self._grown.places_BN.gather(1, path_BD)

@@ -1,8 +1,8 @@
-"""Tokens that a grammar leaves no choice about, as an n-gram memory beside a draft's tree: levels that cost no draft pass.
+"""Tokens that a grammar forces, proposed like n-grams beside a draft's tree: levels that cost no draft pass.
 
-Guarantee: candidates depend on the past and on the grammar only, so they are verified as n-grams are: at each node one token is
-drawn from the target's masked distribution, and the walk goes on where it is one of the children. Where the mask leaves one
-token, that is certain; where several tokens spell the same forced text, it is as likely as the target makes it.
+Guarantee: candidates depend only on the past and the grammar, so they are verified like n-grams: at each node, one token is
+drawn from the target's masked distribution, and the walk goes on if it is one of the children. If the mask leaves one token,
+that is certain; if several tokens spell the same forced text, it is as likely as the target makes it.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from polydraft.sampling.processing import grammars_of
 
 NAME = "grammar"
 _DEPTH = 16
-"""Most forced tokens of a round."""
+"""Most forced tokens in a round."""
 
 
 def with_forced(drafter: Drafter) -> Drafter:
-    """Return a drafter that also proposes what grammars force; one that is not a draft's tree alone stays as it is."""
+    """Return a drafter that also proposes what grammars force; drafters other than a draft's tree are returned unchanged."""
     if not isinstance(drafter, TreeDrafter):
         return drafter
     options = GramTreeOptions(nodes=_DEPTH, depth=_DEPTH, riders=RiderOptions(branches=0))
@@ -33,7 +33,7 @@ def with_forced(drafter: Drafter) -> Drafter:
 
 
 class _ForcedMemory(GramMemory):
-    """A text and its grammar. A place is what the grammar forces after it."""
+    """A text and its grammar. A place is the tokens that the grammar forces from there on."""
 
     def __init__(self) -> None:
         self._grammar: GrammarProcessor | None = None
@@ -46,15 +46,15 @@ class _ForcedMemory(GramMemory):
         self._text.extend(tokens)
 
     def expect(self, params: SamplingParams) -> None:
-        """Follow the text's grammar, if it has one."""
+        """Take the text's grammar, if it has one."""
         self._grammar = next(grammars_of(params), None)
 
     def end(self) -> tuple[int, ...]:
-        """Return what is forced after the text."""
+        """Return the tokens forced after the text."""
         return () if self._grammar is None else tuple(self._grammar.forced(self._text, _DEPTH))
 
     def step(self, place: tuple[int, ...], token: int) -> tuple[int, ...]:
-        """Move on along the forced tokens; nothing is known beside them."""
+        """Move along the forced tokens; any other token leads nowhere."""
         return place[1:] if place[:1] == (token,) else ()
 
     def ways(self, place: tuple[int, ...], width: int) -> Sequence[Way]:
@@ -63,7 +63,7 @@ class _ForcedMemory(GramMemory):
 
 
 class ForcedCache(GramCache):
-    """What the grammar of a text forces, see `SamplingParams.grammar`."""
+    """Tokens that a text's grammar forces, see `SamplingParams.grammar`."""
 
     name = NAME
 

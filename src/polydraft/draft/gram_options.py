@@ -1,4 +1,4 @@
-"""What can be set about drafting from n-grams."""
+"""Options of drafting from n-grams."""
 
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -16,15 +16,15 @@ from polydraft.trees import MAX_NODES
 SEEDS = ("vocabulary", "prompt")
 _USUAL_TOKENS, _TOKENS_ON_CPU = 64, 20
 _LEAST_TOKENS = 8
-"""Candidates per round where nothing else was asked for; docs/ngrams.md has the reckoning."""
+"""Default candidates per round; docs/ngrams.md has the calculation."""
 _LEAST_CHANCE, _LEAST_CHANCE_ON_CPU = 0.005, 0.04
-"""Where a candidate yields what it costs: a token is worth some 0.4 of a plain pass; one more in the pass costs 0.002 to 0.003
-of it on a GPU, and 0.025 on two cores with matrix units."""
+"""Chance at which a candidate breaks even: an accepted token is worth about 0.4 of a plain pass; another token in the pass
+costs 0.002 to 0.003 of one on a GPU, and 0.025 on two cores with matrix units."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RiderOptions:
-    """How many branches of Self-Draft ride along in a pass, and how they begin.
+    """How many of Self-Draft's branches ride along in a pass, and how they begin.
 
     References
     ----------
@@ -38,8 +38,8 @@ class RiderOptions:
     seeds: str = "prompt"
     """Where the first token of a branch is drawn from: the ``"prompt"``, or the ``"vocabulary"`` as in [1]."""
     drawn: bool = False
-    """Whether drafts are drawn as the text is, and taught by full branches only, as in [1]; otherwise they are the target's
-    best tokens, and short branches teach, too."""
+    """Whether branches are sampled like the text, and only full ones are learnt from, as in [1]. Otherwise they are the
+    target's likeliest tokens, and short ones are learnt from as well."""
 
     def __post_init__(self) -> None:
         for name, value, least in (("branches", self.branches, 0), ("branch_length", self.length, 1)):
@@ -67,18 +67,19 @@ class GramTreeOptions:
     depth: int = 12
     """Most tokens of a continuation."""
     least_chance: float | None = None
-    """Least chance, by the caches' own estimate, that a candidate is reached and right; None for what pays on the device."""
+    """Smallest chance, as estimated by the caches, that a candidate is reached and accepted; None for what pays on the
+    device."""
     candidates: int = 8
-    """Most tokens that each cache is asked for at a node (by the paper's rule: continuations)."""
+    """Most tokens that each cache proposes at a node (by the paper's rule: continuations)."""
     riders: RiderOptions | None = None
-    """Branches of `self-draft`, other drafters have none; None for as many as pay on the device."""
+    """Branches of `self-draft`, which other drafters do not have; None for as many as pay on the device."""
     caches: GramOptions = field(default_factory=GramOptions)
     context: bool = True
     """Whether `self-draft` uses its context cache, and so the branches that feed it."""
     corpus: bool = True
     """Whether `self-draft` uses a corpus cache."""
     flat_blocks: bool = False
-    """Verify as the Self-Draft paper words it, which changes the distribution of the text above temperature 0: an ablation."""
+    """Verify as the Self-Draft paper describes, which changes the distribution of the text above temperature 0: an ablation."""
 
     def __post_init__(self) -> None:
         for name in ("nodes", "depth", "candidates"):
@@ -98,7 +99,7 @@ class GramTreeOptions:
 
     @property
     def sized(self) -> bool:
-        """Whether sizes were asked for, which are then kept to, whatever pays."""
+        """Whether the user chose sizes, which are then kept whether they pay or not."""
         return any(one is not None for one in (self.nodes, self.least_chance, self.riders))
 
     @property
@@ -118,21 +119,21 @@ class GramTreeOptions:
         )
 
     def beside_a_tree(self) -> "GramTreeOptions":
-        """Return the options of n-grams that share the pass with a draft's tree: further candidates yield next to nothing."""
+        """Return the options for n-grams beside a draft's tree: fewer candidates, because more bring next to nothing."""
         return replace(self, nodes=self.nodes or _LEAST_TOKENS)
 
     def for_tokenizer(self, tokenizer: Any) -> "GramTreeOptions":
-        """Tie corpus caches to a tokenizer, so that a foreign one is refused."""
+        """Tie corpus caches to a tokenizer, so that caches for another one are refused."""
         if tokenizer is None:
             return self
-        # Found only where there is a corpus: of 150,000 tokens it takes most of a second.
+        # Computed only if there is a corpus: for 150,000 tokens it takes most of a second.
         return replace(self, caches=replace(self.caches, fingerprint=partial(tokenizer_fingerprint, tokenizer)))
 
     def on(self, device: torch.device) -> "Sizes":
-        """Return the sizes on a device."""
+        """Return the sizes for a device."""
         cpu = is_host(device)
         riders = self.riders or (RiderOptions(branches=2, length=4) if cpu else RiderOptions())
-        # On a CPU a pass costs by its tokens, so branches take the place of as many candidates.
+        # On a CPU a pass costs by its tokens, so each branch token replaces a candidate.
         nodes = self.nodes or (max(_TOKENS_ON_CPU - riders.most, _LEAST_TOKENS) if cpu else _USUAL_TOKENS)
         least = self.least_chance if self.least_chance is not None else _LEAST_CHANCE_ON_CPU if cpu else _LEAST_CHANCE
         ladder = trie_ladder(nodes, FEW_STEPS if captures(device) else STEPS)
@@ -141,11 +142,11 @@ class GramTreeOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Sizes:
-    """What a round may hold."""
+    """Sizes of a round on one device."""
 
     nodes: int
     depth: int
-    """Levels of the trie: a continuation never has more tokens than there are nodes."""
+    """Levels of the trie; at most the number of nodes."""
     riders: RiderOptions
     least: float
     ladder: Ladder

@@ -1,4 +1,4 @@
-"""Memories of a batch's texts, one of each cache per row, and the riders of passes that teach them."""
+"""N-gram memories of a batch, one per cache and row, and the riders that teach them."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 
@@ -16,10 +16,10 @@ from polydraft.verify import Verdict
 
 
 class Riders(ByRow):
-    """Riders of the target's passes, nodes that no walk reaches and that teach the caches; this base class has none."""
+    """Riders of the target's passes: nodes that no walk reaches, and that teach the caches. This base class has none."""
 
     resting_B: Tensor | None = None
-    """Rows that rest in this round, on a CPU; where all do, nothing rides along."""
+    """Rows that rest in this round, on a CPU; if all do, nothing rides along."""
 
     @property
     def kind(self) -> Hashable:
@@ -32,13 +32,13 @@ class Riders(ByRow):
         return 0
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Begin anew in some rows."""
+        """Start over in some rows."""
 
     def admit(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Take the new parameters of all rows, and new texts in some of them."""
+        """Set the parameters of all rows, and take new texts in some of them."""
 
     def use(self, params: RowParams) -> None:
-        """Take the rows' new parameters: the number of rows has changed."""
+        """Set the rows' parameters after the number of rows has changed."""
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the texts."""
@@ -48,16 +48,16 @@ class Riders(ByRow):
         return tree
 
     def commit(self, features_BNF: Tensor) -> Tensor | None:
-        """Read the target's tokens after the riders; return a report for `grams`, or None."""
+        """Return what the target says after the riders, as a report for `grams`; None if there are none."""
         return None
 
     def grams(self, report: Sequence[int], gram: int) -> Iterator[Sequence[int]]:
-        """Read n-grams of `gram` tokens, and the one after them, off a row of what `commit` returned."""
+        """Yield n-grams of `gram` tokens and the token after them, from a row of the report of `commit`."""
         return iter(())
 
 
 RIDERS: Registry[Callable[[RiderOptions, LanguageModel, int], Riders]] = Registry("rider")
-"""Riders of a batch, from their options, the target and the number of rows; `polydraft.papers` registers them."""
+"""Make the riders of a batch from their options, the target and the number of rows; `polydraft.papers` registers them."""
 
 
 _NEW_ROW: dict[str, Callable[[], object]] = {
@@ -70,7 +70,7 @@ _NEW_ROW: dict[str, Callable[[], object]] = {
 
 
 class GramSource(Source):
-    """Memories of one batch, one of each cache per row, on the host, and the riders that teach them."""
+    """N-gram memories of one batch on the host, one per cache and row, and the riders that teach them."""
 
     ROW_STATE = ("memories", "read", "idle", "resting", "promised", "awake")
     FORGETS = True
@@ -81,33 +81,33 @@ class GramSource(Source):
         self._caches = caches
         self.memories = [self._opened() for _ in range(batch_size)]
         self.read: list[list[int]] = [[] for _ in range(batch_size)]
-        """Text that each row's memories have read."""
+        """The text that each row's memories have read."""
         self.idle = [False] * batch_size
         self.resting = [False] * batch_size
-        """Rows that draft nothing in this round, because it would not pay."""
+        """Rows that draft nothing in this round because it would not pay."""
         self.promised = [(False, False)] * batch_size
-        """Whether each row's memories promised enough one round before its last one, and after its last one."""
+        """Whether each row's memories promised enough before its last round, and after it."""
         self.awake = [True] * batch_size
-        """Rows whose memories are asked in this round."""
+        """Rows whose memories propose in this round."""
 
     def row_parts(self) -> Iterable[ByRow]:
-        """Return the branches."""
+        """Return the riders."""
         return (self.riders,)
 
     def new_row(self, name: str) -> object:
-        """Begin with empty memories."""
+        """Start with empty memories."""
         return self._opened() if name == "memories" else _NEW_ROW[name]()
 
     def _opened(self) -> list[GramMemory]:
         return [cache.open() for cache in self._caches]
 
     def forget(self, rows: Sequence[int]) -> None:
-        """Empty their memories."""
+        """Empty the memories of these rows."""
         for row in rows:
             self._forget(row)
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
-        """Read the texts; memories of a row that its new text does not continue are emptied first."""
+        """Read the texts; if a row's new text does not continue the old one, its memories are emptied first."""
         for row in rows:
             text, read = texts[row], self.read[row]
             if list(text[: len(read)]) != read:
@@ -127,11 +127,11 @@ class GramSource(Source):
             memory.read(tokens)
 
     def commit(self, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
-        """Let the riders report what they saw."""
+        """Return the riders' report."""
         return self.riders.commit(features_BNF)
 
     def receive(self, reports: Sequence[Sequence[int]]) -> None:
-        """Let the context caches learn from the riders."""
+        """Teach the memories what the riders found."""
         for memories, report, idle, resting in zip(self.memories, reports, self.idle, self.resting, strict=True):
             if not idle and not resting:
                 for gram in self.riders.grams(report, self._gram):
@@ -139,7 +139,7 @@ class GramSource(Source):
                         memory.learn(gram)
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
-        """Read what was emitted; a row that got nothing has ended."""
+        """Read the emitted tokens; a row without any has ended."""
         for row, tokens in enumerate(emitted):
             self.idle[row] = not tokens
             self._remember(row, tokens)

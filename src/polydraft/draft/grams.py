@@ -1,8 +1,8 @@
-"""Drafting from n-grams: continuations of the text's end, merged into one trie per row and verified by one draw per node.
+"""Drafting from n-grams: continuations of the text, merged into one trie per row and verified by one draw per node.
 
-Guarantee: candidates depend on the past only. At each node of the trie one token is drawn from the target's distribution, and
-the walk goes on where it is one of the children: exact at every temperature, and no verifier accepts more of candidates that
-are certain (docs/theory.md).
+Guarantee: candidates depend only on the past. At each node of the trie one token is drawn from the target's distribution, and
+the walk goes on if it is one of the children. That is exact at every temperature, and no verifier accepts more of such
+candidates (docs/theory.md).
 """
 
 import dataclasses
@@ -32,28 +32,28 @@ GRAM_DRAFTERS: dict[str, tuple[str, ...]] = {
     "suffix": ("suffix",),
     "corpus": ("corpus",),
 }
-"""Drafters that need no draft model, with the caches they use; `self-draft` also has riders (`RIDERS`)."""
+"""Drafters without a draft model, and their caches; `self-draft` also has riders (`RIDERS`)."""
 
 
 class GramTree(Drafter):
-    """Propose what n-gram caches know.
+    """Propose what n-gram caches find.
 
     Parameters
     ----------
     name : str
         As the user wrote it.
     caches : sequence of GramCache
-        Where chances are equal, the first ones go first.
+        If chances are equal, the first one wins.
     options : GramTreeOptions
-        Its riders are taken as they are, even if nothing learns from them.
+        Its riders are used even if nothing learns from them.
     pauses : bool
         On a CPU, propose no more than pays, and nothing while proposals do not pay.
     costs : Costs, optional
-        What passes cost, for that; measured when first needed, and kept for this machine, if not given.
+        What passes cost, to decide that; measured when first needed, and kept for this machine, if not given.
     belief : Belief
-        Of the caches, before the first round.
+        What to assume of the caches before the first round.
     added : bool
-        Whether they were added for one request: a walk that cannot verify them is then replaced, not refused.
+        Whether they were added for one request: a walk that cannot verify them is then replaced instead of refused.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class GramTree(Drafter):
         return DraftSession(self.name, certain=self.builder(len(params), target, self.name))
 
     def builder(self, batch_size: int, target: LanguageModel, name: str) -> Builder:
-        """Return what builds the tries of a batch, for a drafter of some name."""
+        """Return the builder of a batch's tries, for a drafter with this name."""
         name = "" if self.added else name
         sizes = self.options.on(target.device)
         if self.lossless and on_device(self.caches, sizes, target.device):
@@ -85,7 +85,7 @@ class GramTree(Drafter):
         policy = None
         if self.pauses and is_host(target.device):
             policy = self._pacing(sizes, batch_size, target)
-            if sizes.riders.branches and policy.hopeless:  # branches cannot pay for themselves here
+            if sizes.riders.branches and policy.hopeless:  # branches cannot pay here
                 sizes = dataclasses.replace(sizes, riders=RiderOptions(branches=0))
                 policy = self._pacing(sizes, batch_size, target)
         kind = "drawn-branches" if sizes.riders.drawn else "branches"
@@ -95,7 +95,7 @@ class GramTree(Drafter):
         return make(source, sizes, self.options, target.device, name, policy)
 
     def _pacing(self, sizes: Sizes, batch_size: int, target: LanguageModel) -> RowPolicy:
-        """Return the policy that says how many candidates pay. Branches ride along in every pass: their cost is overhead."""
+        """Return the policy that decides how many candidates pay. Branches ride along in every pass, so they are overhead."""
         most, riders = 1 + sizes.nodes, sizes.riders.most
         costs = self.costs or measured_costs(target, None, most, GRAMS)
         overhead = costs.overhead + costs.tree_pass(1 + riders) - costs.tree_pass(1)
@@ -103,7 +103,7 @@ class GramTree(Drafter):
 
 
 def gram_tree(names: Sequence[str], options: GramTreeOptions, *, pauses: bool = False) -> GramTree:
-    """Make the drafter that asks the caches of all the named ones."""
+    """Make the drafter that uses the caches of all these drafters."""
     label = "+".join(names)
     branches = options.riders if "self-draft" in names and options.context else RiderOptions(branches=0)
     options = dataclasses.replace(options, riders=branches)

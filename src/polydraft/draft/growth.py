@@ -1,6 +1,6 @@
-"""Growing a dynamic tree: candidates level by level, then the tree of those that are kept.
+"""Growing a dynamic tree: candidates level by level, then a tree of the ones that are kept.
 
-`grow_likeliest` does all of it where rounds have one size and candidates are the likeliest, as on a GPU at temperature 0.
+`grow_likeliest` does all of it for trees of a fixed size, of the likeliest candidates, as on a GPU at temperature 0.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from polydraft.sampling import NO_TOKEN
 from polydraft.trees import Block, DraftTree, DynamicShape
 
 Expand = Callable[[Tensor, Tensor, Block], Tensor]
-"""The logits of some nodes, given their tokens, their parents in the pass above, and what they see; as `source.expand`."""
+"""Returns the logits at some nodes, given their tokens, their parents in the last pass and their block; as `source.expand`."""
 
 
 @dataclass(frozen=True)
@@ -25,19 +25,20 @@ class Passes:
     """Places that the passes of a draft take."""
 
     lead: int
-    """Before the root's."""
+    """Places before the root's."""
     most: int
+    """Places in all, at most."""
 
 
 @dataclass(frozen=True, eq=False)
 class Grown:
-    """A tree, and where its nodes went through the draft."""
+    """A tree, and where its nodes are in the draft's passes."""
 
     draft: DraftTree
     places_BN: Tensor
-    """Place of each node that has children in the draft's passes; any for others."""
+    """Place of each node with children in the draft's passes; arbitrary for others."""
     slots_BN: Tensor | None = None
-    """The same among the nodes of its level, 0 for others; only if needed."""
+    """Its index among the nodes of its level, 0 for others; only if needed."""
 
 
 class Growing:
@@ -50,22 +51,22 @@ class Growing:
     passes : Passes
         The draft's.
     dtype : torch.dtype
-        Of scores.
+        Data type of scores.
     """
 
     def __init__(self, root_B: Tensor, passes: Passes, dtype: torch.dtype) -> None:
         self.root_B, self._passes = root_B, passes
         self.levels: list[Level] = []
         self.fronts: list[Front] = []
-        """What each level but the last sent through the draft; parents of the level below."""
+        """What each level but the last sent through the draft: the parents of the level below."""
         self.scores_BW = torch.zeros(len(root_B), 1, dtype=dtype, device=root_B.device)
-        """Of the nodes that get children next, the root at first."""
+        """Scores of the nodes that get children next, at first the root."""
         self.paths_BWP = root_B.new_empty(len(root_B), 1, 0)
         """Tokens from below the root to each of them."""
         self._visible_BWU = torch.ones(len(root_B), 1, passes.lead + 1, dtype=torch.bool, device=root_B.device)
 
     def pass_on(self, front: Front) -> Block:
-        """Let a front get children next; return what its nodes see in their pass."""
+        """Make a front the next nodes to get children; return what they see in their pass."""
         self.fronts.append(front)
         self.scores_BW = front.scores_BW
         self.paths_BWP = torch.cat([front.inherit(self.paths_BWP), front.tokens_BW[..., None]], -1)
@@ -81,30 +82,30 @@ class Growing:
 
     @property
     def tokens_BC(self) -> Tensor:
-        """Their tokens."""
+        """Tokens of all candidates."""
         return torch.cat([level.tokens_BX for level in self.levels], 1)
 
     def tree(self, keep_BC: Tensor, most: int, branch: int, depth: int) -> Grown:
-        """Make the tree of the candidates that are kept.
+        """Make a tree of the kept candidates.
 
         Parameters
         ----------
         keep_BC : Tensor
-            Which candidates are kept; parents of kept ones must be.
+            Which candidates are kept; with a candidate, its parent must be kept.
         most : int
-            Candidates that the fullest row keeps.
+            Most candidates that a row keeps.
         branch : int
             Most children a node can have.
         depth : int
-            What the tree reports as its depth; at least the number of levels.
+            Depth that the tree reports, at least the number of levels.
         """
         total, lead = keep_BC.shape[1], self._passes.lead
-        # Candidates stand level by level: in their own order the nodes are breadth first. Those left out go to the end.
+        # Candidates are listed level by level, so nodes come out breadth first. Dropped candidates go to the end.
         number_C = torch.arange(total, device=keep_BC.device)
         index_BM = number_C.where(keep_BC, total).sort(dim=1).values[:, :most]
         node_of_BC = index_BM.new_zeros(len(keep_BC), total + 2)
         node_of_BC.scatter_(1, index_BM + 1, torch.arange(1, index_BM.shape[1] + 1, device=keep_BC.device).expand_as(index_BM))
-        # One more candidate stands for those that are missing.
+        # One more candidate stands for missing ones.
         missing_T11 = _missing(lead, keep_BC.device)
         table_TBC = torch.cat([*self._tables(), missing_T11.expand(-1, len(keep_BC), -1)], 2)
         table_TBM = table_TBC.gather(2, index_BM.expand(len(missing_T11), -1, -1))
@@ -123,7 +124,7 @@ class Growing:
         return Grown(draft, places_BN, slots_BN)
 
     def _tables(self) -> Iterator[Tensor]:
-        """Yield of each level's candidates: token; parent's number, 0 for the root; slot in the front; place; depth."""
+        """Yield, for each level's candidates: token; parent's number, 0 for the root; slot in the front; place; depth."""
         start, first = 0, self._passes.lead + 1
         for number, level in enumerate(self.levels):
             above_BX, slot_BX = torch.zeros_like(level.parents_BX), torch.zeros_like(level.parents_BX)
@@ -133,7 +134,7 @@ class Growing:
             if number < len(self.fronts):
                 places_BW = self.fronts[number].places_BW
                 slot_BX.scatter_(1, places_BW, torch.arange(places_BW.shape[1], device=slot_BX.device).expand_as(places_BW))
-            # At the last level all have the first place, which may not be there.
+            # At the last level all get the first place, which may not exist.
             place_BX = slot_BX + min(first, self._passes.most - 1)
             first += self.fronts[number].places_BW.shape[1] if number < len(self.fronts) else 0
             yield torch.stack([level.tokens_BX, above_BX, slot_BX, place_BX, torch.full_like(slot_BX, number + 1)])
@@ -141,12 +142,12 @@ class Growing:
 
 @cache
 def _missing(lead: int, device: torch.device) -> Tensor:
-    """Return the column of a candidate that is missing, as `Growing` lists them."""
+    """Return the column of a missing candidate in the tables of `Growing`."""
     return torch.tensor([NO_TOKEN, 0, 0, lead, 0], device=device)[:, None, None]
 
 
 def _ancestors(parent_BN: Tensor, levels: int) -> Tensor:
-    """Follow the parents upwards from every node."""
+    """Return every node's ancestors, itself included, by following parents upwards."""
     rows, nodes = parent_BN.shape
     ancestors_BNN = torch.eye(nodes, dtype=torch.bool, device=parent_BN.device).repeat(rows, 1, 1)
     above_BN = parent_BN
@@ -157,7 +158,7 @@ def _ancestors(parent_BN: Tensor, levels: int) -> Tensor:
 
 
 def _children(parent_BN: Tensor, kept_BN: Tensor, branch: int) -> Tensor:
-    """List every node's children in their order; nodes that were left out are listed nowhere."""
+    """Return the table of every node's children, in order; dropped nodes are not listed."""
     rows, nodes = parent_BN.shape
     rank_BN = ((parent_BN[:, :, None] == parent_BN[:, None, :]) & kept_BN[:, None, :]).tril(-1).sum(-1)
     slot_BN = (parent_BN * branch + rank_BN).where(kept_BN, nodes * branch)
@@ -175,9 +176,9 @@ def grow_likeliest(
     logits_B1V: Tensor,
     expand: Expand,
 ) -> Grown:
-    """Grow trees of all levels and nodes that a shape allows, of the likeliest candidates (OPT-Tree, EAGLE-2).
+    """Grow trees of the likeliest candidates, with as many levels and nodes as the shape allows (OPT-Tree, EAGLE-2).
 
-    Each level takes the `beam` likeliest paths further, and of all candidates of all levels the likeliest make the tree.
+    Each level extends the `beam` likeliest paths; the likeliest candidates of all levels make the tree.
 
     Parameters
     ----------
@@ -185,11 +186,11 @@ def grow_likeliest(
     passes : Passes
         The draft's.
     distributions : DraftDistributions
-        What ranks candidates.
+        Rank the candidates.
     root_B : Tensor
         Pending tokens.
     logits_B1V : Tensor
-        The draft's, after them.
+        The draft's logits after them.
     expand : callable
         Passes a level through the draft.
     """

@@ -1,4 +1,4 @@
-"""Heads, which read the target's hidden states, as sources of distributions."""
+"""Feature heads, which read the target's hidden states, as sources of distributions."""
 
 from collections.abc import Hashable, Iterable, Sequence
 
@@ -21,12 +21,12 @@ from polydraft.verify import Verdict
 
 
 class HeadSource(DistributionSource):
-    """A feature head's memory of one batch.
+    """A feature head's cache for one batch.
 
-    Slot i holds the entry of the target's features at position i and the token at i + 1. Each round begins with the
-    entries that the last one made certain (`fresh`): the accepted tokens and the pending one, the root, now with the
-    target's true features instead of the head's guesses; those of rounds without drafts wait and are read along. In a text of
-    one token nothing precedes the root: its entry has no features, and is not kept.
+    Slot i holds the entry made of the target's features at position i and the token at i + 1. Each round begins with the
+    entries that the last one made certain (`fresh`): the accepted tokens and the pending one, the root, now with the target's
+    true features instead of the head's guesses. Entries of rounds without drafts wait, and are read with them. In a text of one
+    token nothing precedes the root: its entry has no features, and is not kept.
     """
 
     ROW_STATE = ("_texts", "_tokens_BW", "_features_BWF", "_fresh_B", "_lone_B")
@@ -41,44 +41,44 @@ class HeadSource(DistributionSource):
         self._texts: list[Sequence[int]] = [()] * batch_size
         self._tokens_BW = torch.zeros(batch_size, 1, dtype=torch.long, device=head.device)
         self._fresh_blocks: dict[int, Block] = {}
-        """The pass over them where its size is fixed, by rows: a capture needs its tensors for as long as it lasts."""
+        """Blocks of captured passes over the fresh entries, by number of rows; kept because captures use their tensors."""
         self._features_BWF: Tensor | None = None
-        """The target's; known once it has shown some."""
+        """The target's features; None before it has shown any."""
         self._fresh_B = torch.zeros_like(self._tokens_BW[:, 0])
-        """How many of the W entries above are real."""
+        """How many of the W entries above are fresh."""
         self._lone_B: Tensor | None = None
-        """Rows whose text is the root alone; only in a first round."""
+        """Rows whose text is one token; only in a first round."""
         self._outputs_BWH: Tensor | None = None
-        """Of the last pass; within a round."""
+        """Outputs of the last pass, within a round."""
         self._unseen: set[int] = set()
         """Rows of new texts that the target has not begun to read."""
         self._skipped = False
         self._skips = 0
-        """Rounds without drafts since the last one with some."""
+        """Rounds without drafts since the last round with drafts."""
         self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
-        """Entries of rounds without drafts since the last one with some: tokens, features and how many of them count."""
+        """Entries of these rounds: tokens, features, and how many of them count."""
 
     @property
     def obstacle(self) -> str | None:
-        """Only a first round on a text of one token is unlike the others."""
+        """Only a first round with a text of one token differs from the others."""
         return "a text has only one token" if self._lone_B is not None or self._features_BWF is None else None
 
     @property
     def can_wait(self) -> bool:
-        """Whether the next round may leave this source out: there is room for its entries, and nothing unusual among them."""
+        """Whether the next round may skip this source: there is room for its entries, and none of them is unusual."""
         return self._skips < LONGEST_REST and self.obstacle is None
 
     @property
     def observer(self) -> Observer:
-        """Read along with the target."""
+        """Read prompts along with the target."""
         return self._observe
 
     def borrow(self, context: Context) -> None:
-        """Lend the target's own memory to the head."""
+        """Lend the target's own cache to the head."""
         self._context.borrow(context)
 
     def make_room(self, *, places: int, depth: int, captured: bool) -> None:
-        """Make room for a round's passes and its fresh entries: if it is not captured, those that wait included."""
+        """Make room for a round's passes and its fresh entries; if rounds are not captured, also for waiting ones."""
         width = depth + 1
         self._captured = captured
         self._places = self._context.places = places + (width if captured else width * (1 + LONGEST_REST))
@@ -90,7 +90,7 @@ class HeadSource(DistributionSource):
         return (self._context,)
 
     def new_row(self, name: str) -> Sequence[int] | int:
-        """Begin with no text, and no fresh entries."""
+        """Start without text and fresh entries."""
         return () if name == "_texts" else 0
 
     def before_rows_change(self) -> None:
@@ -98,18 +98,18 @@ class HeadSource(DistributionSource):
         self._take_waiting()
 
     def recall(self, row: int, text: Sequence[int], space: Hashable, prefixes: Prefixes) -> None:
-        """Hold in a row the known entries of a text's beginning, and no others: an entry is of a token and the next one."""
+        """Paste a text's cached prefix into a row, in place of all else; an entry is made of a token and the next one."""
         known = prefixes.paste(self._context, row, (space, *text[:1]), text[1:-1])
         self._texts[row] = text[: known + 1]
         self._context.rewind([known if one == row else length for one, length in enumerate(self._context.lengths)])
 
     def keep(self, row: int, space: Hashable, prefixes: Prefixes, *, whole: bool) -> None:
-        """Keep a copy of the entries that are held in a row."""
+        """Copy a row's entries into the prefix cache."""
         text, held = self._texts[row], self._context.lengths[row]
         prefixes.keep(self._context, row, (space, *text[:1]), text[1 : held + 1], whole=whole)
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
-        """Keep entries whose features and token are the new text's too; the root's features must be seen again."""
+        """Keep the entries that the new text shares; the target must show the root's features again."""
         self._take_waiting()
         self._context.reserve(longest + self._places)
         kept, limits = list(self._context.lengths), [len(text) for text in texts]
@@ -123,7 +123,7 @@ class HeadSource(DistributionSource):
         return limits
 
     def _observe(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_BTF: Tensor) -> None:
-        """Read entries along with the target; the root's waits for the first round."""
+        """Read entries along with the target; the root's entry waits for the first round."""
         held, texts = list(self._context.lengths), self._texts[rows]
         for row, start in enumerate(starts, start=rows.start):
             if row in self._unseen:
@@ -162,7 +162,7 @@ class HeadSource(DistributionSource):
         """Make the pending tokens the only fresh entries."""
         index_X, roots_X = brought(torch.tensor([list(rows), [texts[row][-1] for row in rows]]), self.device)
         self._tokens_BW[index_X, 0] = roots_X
-        self._fresh_B.index_fill_(0, index_X, 1)  # an assignment of a number would wait for the device
+        self._fresh_B.index_fill_(0, index_X, 1)  # assigning a number would wait for the device
         lone = [row in rows and len(text) == 1 and text is not NO_TEXT for row, text in enumerate(texts)]
         self._lone_B = brought(torch.tensor(lone), self.device) if any(lone) else None
 
@@ -176,7 +176,7 @@ class HeadSource(DistributionSource):
         return root_B1H
 
     def _read_fresh(self) -> Tensor:
-        """Read the fresh entries, commit all but the root's, and return the output of that."""
+        """Read the fresh entries, commit all but the root's, and return the root's output."""
         outputs_BWH = self._context.read(self._tokens_BW, self._fused_fresh(), self._fresh_block(len(self._tokens_BW)))
         return take_roots(outputs_BWH, self._fresh_B, self._context.lengths_B)
 
@@ -188,13 +188,13 @@ class HeadSource(DistributionSource):
         return self._fresh_blocks[rows]
 
     def _fused_fresh(self) -> Tensor:
-        if self._features_BWF is None:  # nothing but texts of one token
+        if self._features_BWF is None:  # all texts have one token
             size = (*self._tokens_BW.shape, self._head.hidden_size)
             return torch.zeros(size, dtype=self._head.dtype, device=self.device)
         return self._context.fused(self._features_BWF)
 
     def expand(self, tokens_BW: Tensor, parents: Tensor, block: Block) -> Tensor:
-        """Pass a level, its parents' outputs in place of the target's features."""
+        """Pass a level, with its parents' outputs in place of the target's features."""
         assert self._outputs_BWH is not None, "root() comes first"
         outputs_BWH = self._context.read(tokens_BW, self._outputs_BWH, block, parents)
         self._outputs_BWH = outputs_BWH
@@ -205,7 +205,7 @@ class HeadSource(DistributionSource):
         return self._head.head(features_BWF)
 
     def commit(self, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor) -> None:
-        """Keep the root's entry; what follows it is read again, with the target's features, in the next round that drafts."""
+        """Keep the root's entry; later ones are read again, with the target's features, in the next round that drafts."""
         self._skipped = False
         if self._captured and self._features_BWF is not None and self._lone_B is None:
             kept, lengths_B = (self._tokens_BW, self._features_BWF, self._fresh_B), self._context.lengths_B
@@ -223,21 +223,21 @@ class HeadSource(DistributionSource):
             self._fresh_B.copy_(keep_B)
 
     def _accepted(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tokens that a round brought, and the target's features before each."""
+        """Return a round's new tokens, and the target's features before each."""
         tokens_BW, path_BW = verdict.tokens_BD, verdict.path_BD
-        if not self._captured and can_sync(keep_B):  # entries that no row keeps need not be read
+        if not self._captured and can_sync(keep_B):  # leave out entries that no row keeps
             fresh = max(int(keep_B.max()), 1)
             tokens_BW, path_BW = tokens_BW[:, :fresh], path_BW[:, :fresh]
         return tokens_BW, features_BNF.gather(1, path_BW[..., None].expand(-1, -1, features_BNF.shape[-1]))
 
     def skip(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
-        """Queue the `keep_B` entries of a round behind those that wait already; n-grams may have brought several."""
+        """Queue the `keep_B` entries of a round; with n-grams, there may be several."""
         assert self._features_BWF is not None and self._lone_B is None, "a first round always asks for the root"
         self._skipped, self._skips = True, self._skips + 1
         self._waiting.append((*self._accepted(verdict, keep_B, features_BNF), keep_B))
 
     def _take_waiting(self) -> None:
-        """Put the entries of rounds without drafts behind the fresh ones."""
+        """Append the entries of rounds without drafts to the fresh ones."""
         if not self._waiting or self._features_BWF is None:
             return
         pad, waiting, device = torch.nn.functional.pad, self._waiting, self.device
@@ -245,7 +245,7 @@ class HeadSource(DistributionSource):
         tokens_BW, features_BWF = pad(self._tokens_BW, (0, room)), pad(self._features_BWF, (0, 0, 0, room))
         for tokens_BX, features_BXF, keep_B in waiting:
             place_BX = self._fresh_B[:, None] + torch.arange(tokens_BX.shape[1], device=device)
-            # Entries beyond `keep_B` are written too, where the next ones will be.
+            # Entries beyond `keep_B` are written as well; the next ones overwrite them.
             tokens_BW.scatter_(1, place_BX, tokens_BX)
             features_BWF.scatter_(1, place_BX[..., None].expand_as(features_BXF), features_BXF)
             self._fresh_B = self._fresh_B + keep_B
@@ -258,7 +258,7 @@ class HeadSource(DistributionSource):
         if not self._skipped:
             self._context.settle(
                 [
-                    # A row that got nothing has idled through a round, which has read all its fresh entries.
+                    # A row without new tokens was idle in a round that has read all its fresh entries.
                     len(text) - len(tokens) - 1 if tokens else max(len(text) - 2, 0)
                     for text, tokens in zip(texts, emitted, strict=True)
                 ]
@@ -266,7 +266,7 @@ class HeadSource(DistributionSource):
         self._texts = list(texts)
 
     def rewind(self, texts: Sequence[Sequence[int]]) -> None:
-        """Drop what lies beyond the texts; of a text cut off inside the last round, so many fresh entries are left."""
+        """Drop all entries beyond the texts, fresh ones included."""
         self._take_waiting()
         held = [min(length, max(len(text) - 2, 0)) for length, text in zip(self._context.lengths, texts, strict=True)]
         fresh = [max(len(text) - 1 - length, 0) for text, length in zip(texts, held, strict=True)]
@@ -276,10 +276,10 @@ class HeadSource(DistributionSource):
 
 
 class ParallelSource(HeadSource):
-    """A parallel head's memory of one batch: the pass at the root gives the distributions of all levels.
+    """A parallel head's cache for one batch: the pass at the root gives the distributions of all levels.
 
-    The distribution of a level is one token's, given the text alone: all nodes of the level draw from it, whatever lies above
-    them. So it is what children are drawn from, as every verifier assumes.
+    A level's distribution depends on the text alone, and all nodes of the level draw from it, whatever is above them. So
+    children have the distribution that every verifier assumes.
     """
 
     _head: ParallelHead
@@ -288,15 +288,15 @@ class ParallelSource(HeadSource):
     def __init__(self, head: ParallelHead, batch_size: int) -> None:
         super().__init__(head, batch_size)
         self._outputs_BDH = self._logits_BDV = torch.empty(0)
-        """Outputs and logits of all levels; within a round."""
+        """Outputs and logits of all levels, within a round."""
         self._level = 0
 
     def make_room(self, *, places: int, depth: int, captured: bool) -> None:
-        """Make room for the one pass instead of one per level."""
+        """Make room for one pass instead of one per level."""
         super().make_room(places=self._head.shape.depths + 1, depth=depth, captured=captured)
 
     def _read_fresh(self) -> Tensor:
-        """Read the fresh entries and the levels below; all logits come from one product with the output table."""
+        """Read the fresh entries and compute all levels; one product with the output table gives all logits."""
         self._outputs_BDH = self._context.draft(self._tokens_BW, self._fused_fresh(), self._fresh_B)
         self._logits_BDV, self._level = self._head.head(self._outputs_BDH), 0
         self._context.advance((self._fresh_B - 1).clamp(min=0))
@@ -308,5 +308,5 @@ class ParallelSource(HeadSource):
         return self._outputs_BDH[:, self._level : self._level + 1].expand(-1, tokens_BW.shape[1], -1)
 
     def logits(self, features_BWF: Tensor) -> Tensor:
-        """Return the logits of the level at hand, for each of its nodes."""
+        """Return the current level's logits, for each of its nodes."""
         return self._logits_BDV[:, self._level : self._level + 1].expand(-1, features_BWF.shape[1], -1)

@@ -1,13 +1,13 @@
-"""The sizes that rounds may have, and which one the next round has.
+"""The sizes that rounds may have, and which size the next round has.
 
-A captured round has one size: each is a capture of its own, so there are few, the rungs of a ladder. What fills a rung is the
-builder's: a static tree, n-grams, the likeliest paths. Either the builder knows how much room it needs (`Ladder.holding`), or
-the rung is chosen that brings most tokens over time (`Ladder.place`).
+Every size needs a capture of its own, so there are only a few: the rungs of a ladder. The builder decides what fills a rung: a
+static tree, n-grams, the likeliest paths. It either knows how much room it needs (`Ladder.holding`), or takes the rung that
+brings most tokens over time (`Ladder.place`).
 
-A pass costs by all its tokens, so the more rows share it the smaller the tree that pays, down to none. How long rounds take is
-not modelled: they are timed as they run, for each rung and each number of rows, captures, launches and host work included.
+A pass costs by all its tokens, so the more rows share it, the smaller the tree that pays, down to none. How long rounds take is
+not modelled but timed as they run, for each rung and each number of rows, captures, launches and host work included.
 
-The choice depends on past rounds only, so any choice is exact.
+The choice depends only on past rounds, so any choice is exact.
 """
 
 import time
@@ -15,23 +15,23 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 _PRIOR, _WORTH_MEMORY = 16.0, 0.97
-"""Weight of the first belief in the draft, in rounds, and decay per round of what was learnt."""
+"""Weight of the initial belief in the draft, in rounds, and decay of experience per round."""
 _DOUBT = 2048
-"""Time constant, in rounds without drafts, by which an opinion of the draft fades, so that it is tried again."""
+"""Rounds without drafts over which the opinion of the draft fades (time constant), so that it is tried again."""
 _SETTLED = 4
-"""Rounds of one rung before they are timed: one may still be under way with the last rung, one runs uncaptured, and one is
+"""Rounds on a rung before they are timed: one may still be in flight with the last rung, one runs eagerly, and one is
 captured."""
 _SAMPLES = 4
-"""Timed rounds before a rung is judged: the fastest of them, as disturbances only ever slow down."""
+"""Timed rounds before a rung is judged, by the fastest of them: disturbances only ever slow things down."""
 _TIME_MEMORY, _MOST_SLOWER = 0.95, 1.25
-"""How much of a mean time is left after the next round, and how much slower than the mean a round counts at most."""
+"""Weight of the mean time against the next round's, and how much slower than the mean a round may count."""
 _FEW, _CHEAP, _DEAR = 16, 64, 256
-"""Tokens of a pass, over all rows. Rungs that make it smaller than the first are too small; the second costs a GPU little more
-than one token; larger than the last, a pass is too dear (on an H200, 144 tokens take twice as long as one, 208 three times)."""
+"""Tokens of a pass, over all rows. Rungs with smaller passes than the first are too small; the second costs a GPU little more
+than one token; beyond the last, a pass is too expensive (on an H200, 144 tokens take twice as long as one, 208 three times)."""
 _STAY = 1.02
-"""How much better another rung must be: a change costs a round's head start."""
+"""How much better another rung must be to change: a change costs the head start of a round launched ahead."""
 AGAIN = 4096
-"""Rounds after which the rungs next to the best one are timed anew: texts grow longer, and other drafts fare better."""
+"""Rounds after which the rungs next to the best one are timed again: texts get longer, and another size may now be better."""
 
 
 @dataclass(frozen=True)
@@ -39,16 +39,16 @@ class Rung:
     """A size of rounds."""
 
     nodes: float
-    """Of every row's tree, the root included, or on average where rows share them out."""
+    """Nodes of every row's tree, root included; the average if the rows share them out."""
     depth: int = 0
     """Levels below the root."""
     fair: float = 0.0
-    """Tokens that are accepted of a fair draft's tree of this size: they say how rungs compare."""
+    """Accepted tokens of an average draft's tree of this size, to compare rungs."""
 
 
 @dataclass(slots=True)
 class _Timed:
-    """What rounds of one rung took."""
+    """Time per round of one rung."""
 
     seconds: float
     samples: int = 1
@@ -62,7 +62,7 @@ class _Timed:
 
 
 class Timings:
-    """How long rounds took on this machine, by what else matters to them and by rung; all batches of a drafter share it."""
+    """How long rounds take on this machine, by situation and rung; shared by all batches of a drafter."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[Hashable, int], _Timed] = {}
@@ -81,17 +81,17 @@ class Timings:
                 self._found.pop((situation, neighbour), None)
 
     def seconds(self, situation: Hashable, place: int) -> float | None:
-        """Return what a round takes; None if too few were timed."""
+        """Return the seconds of a round; None if too few were timed."""
         known = self._found.get((situation, place))
         return None if known is None or known.samples < _SAMPLES else known.seconds
 
 
 class Ladder:
-    """Rungs of one batch.
+    """The rungs of one batch.
 
-    The choice by time begins with the largest rung whose pass is cheap for so many rows, tries its neighbours, then theirs
-    while they bring more tokens over time, and at last the root alone, so that none is kept that plain decoding beats. What is
-    known of the machine already is not tried again.
+    The choice by time starts with the largest rung whose pass is cheap for the number of rows. It tries its neighbours, goes on
+    as long as they bring more tokens over time, and tries the root alone last, so that plain decoding wins if it is best. Rungs
+    already timed on this machine are not tried again.
 
     Parameters
     ----------
@@ -99,9 +99,9 @@ class Ladder:
         Smallest first.
     timings : Timings, optional
     rows : int
-        Of the batch, at first.
+        Initial rows of the batch.
     clock : callable
-        Seconds.
+        Returns seconds.
     """
 
     def __init__(
@@ -113,9 +113,9 @@ class Ladder:
     ) -> None:
         self.rungs, self._timings, self.clock = tuple(rungs), timings or Timings(), clock
         self._expected = self._accepted = _PRIOR * self.rungs[-1].fair
-        """Accepted tokens that a fair draft would have brought lately, and those that there were."""
+        """Recently accepted tokens: what an average draft would have brought, and what this one did."""
         self.place = self.guess(rows)
-        """Which rung the next round has, by what pays."""
+        """The rung that pays most, for the next round."""
         self._last: tuple[Hashable, int] | None = None
         self._settled = 0
         self._before: float | None = None
@@ -126,16 +126,16 @@ class Ladder:
         return len(self.rungs) - 1
 
     def holding(self, nodes: int) -> Rung:
-        """Return the smallest rung with room for a tree; the largest if none has."""
+        """Return the smallest rung with room for a tree of this many nodes; the largest rung if none has."""
         return next((rung for rung in self.rungs if rung.nodes >= nodes), self.rungs[-1])
 
     def fit(self, rows: int, scheme: str = "") -> None:
-        """Choose the rung of the next round anew: it is shared by another number of rows."""
+        """Choose the next round's rung after the number of rows has changed."""
         self.pause()
         self.place = self.best(rows, (rows, scheme))
 
     def pause(self) -> None:
-        """Say that the next round does not follow immediately: the time between is not measured."""
+        """Do not time the gap before the next round, which does not follow immediately."""
         self._before = None
 
     def settle(self, place: int, rows: int, accepted: Sequence[int], scheme: str = "") -> None:
@@ -144,13 +144,13 @@ class Ladder:
         Parameters
         ----------
         place : int
-            Which rung it had.
+            The round's rung.
         rows : int
-            That shared the round, at work or not.
+            Rows of the round, running or idle.
         accepted : sequence of int
-            Drafted tokens that each row at work accepted; none of made-up texts, which say nothing of real ones.
+            Drafted tokens that each running row accepted; leave out made-up texts, which say nothing about real ones.
         scheme : str
-            How children are drawn, which takes its time as well.
+            How children are drawn, which affects the time.
         """
         now, situation = self.clock(), (rows, scheme)
         self._settled = self._settled + 1 if (situation, place) == self._last else 1
@@ -163,7 +163,7 @@ class Ladder:
         self.place = self.best(rows, situation)
 
     def _learn(self, place: int, accepted: float) -> None:
-        """Learn how many drafted tokens a round accepted, per row; a round without drafts fades earlier experience."""
+        """Learn how many drafted tokens a round accepted per row; a round without drafts lets experience fade."""
         fair = self.rungs[place].fair
         if fair == 0:
             self._accepted += (self._expected - self._accepted) / _DOUBT
@@ -172,7 +172,7 @@ class Ladder:
         self._accepted = _WORTH_MEMORY * self._accepted + accepted
 
     def worth_a_trial(self, rows: int) -> list[int]:
-        """Return the places of rungs that may pay for so many rows, largest first; the largest alone for one."""
+        """Return the places of rungs that may pay for so many rows, largest first; for one row, only the largest."""
         if rows == 1:
             return [self.largest]
         tokens = [rows * rung.nodes for rung in self.rungs]
@@ -184,7 +184,7 @@ class Ladder:
         return max(place for place, rung in enumerate(self.rungs) if place == 0 or rows * rung.nodes <= _CHEAP)
 
     def best(self, rows: int, situation: Hashable) -> int:
-        """Return the rung that brings most tokens over time, or the next one to be tried."""
+        """Return the place of the rung that brings most tokens over time, or of the next one to try."""
         worth = self._accepted / max(self._expected, 1e-9)
         known = {place: self._timings.seconds(situation, place) for place in range(len(self.rungs))}
         rates = {place: (1 + worth * self.rungs[place].fair) / seconds for place, seconds in known.items() if seconds}

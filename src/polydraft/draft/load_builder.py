@@ -19,18 +19,18 @@ from polydraft.verify import SCHEMES
 
 
 class LoadBuilder(StaticBuilder):
-    """Draw the static tree that pays for as many rows as share a round; steady rows have one tree whatever pays.
+    """Draw the static tree that pays for the number of rows in a round; steady rows always have the same tree.
 
     Parameters
     ----------
     source, params, vocab_size, scheme, draft_temperature
         As for `StaticBuilder`.
     choice : TreeChoice
-        Chooses among trees, of which the last was asked for, from round to round.
+        Chooses a tree for every round; the last of its trees is the one that was asked for.
     """
 
     ROW_STATE = (*StaticBuilder.ROW_STATE, "_limited_B", "_steady", "_working_B", "_working")
-    reads_along = True  # the source's memory keeps its form whatever the tree
+    reads_along = True  # the source's cache must not depend on the tree
 
     def __init__(
         self,
@@ -42,31 +42,31 @@ class LoadBuilder(StaticBuilder):
     ) -> None:
         super().__init__(source, choice.sizes[-1].tree, params, vocab_size, **options)
         self._choice, self._limits = choice, False
-        """`_limits`: whether rehearsed rounds are such as have limited rows."""
+        """`_limits`: whether rehearsed rounds have limited rows."""
         self._plans = [plan_passes(size.tree, source.device, source.lead) for size in choice.sizes]
         self._limited_B = torch.zeros_like(self._greedy_B)
-        """Rows whose trees are the steady one, where others' are larger."""
+        """`_steady` on the device: rows limited to the steady tree in rounds of a larger one."""
         self._steady: list[bool] = [False] * len(params)
-        """The same, whatever the tree."""
+        """Rows whose trees must not depend on what pays."""
         self._working_B = torch.ones_like(self._greedy_B)
-        """Rows at work, which share the nodes of a round where these are shared out."""
+        """Running rows, which share out the nodes of a round if its size says so."""
         self._working = [True] * len(params)
         self._chances: list[Tensor] = []
-        """How likely each row's likeliest child is, level by level, where nodes are shared out."""
+        """The draft's probability of each row's likeliest child, level by level, if nodes are shared out."""
 
     @property
     def next_tree(self) -> Topology:
-        """The one that pays."""
+        """The tree that pays."""
         return self._choice.sizes[self._choice.place].tree
 
     @property
     def plan(self) -> TreePlan:
-        """Its passes."""
+        """The passes of the next tree."""
         return self._plans[self._choice.place]
 
     @property
     def _spine(self) -> tuple[int, ...]:
-        """The next tree's nodes that limited rows have, root first; none where no row is limited."""
+        """The nodes of the next tree that limited rows have, root first; empty if no row is limited."""
         choice = self._choice
         if choice.place == choice.steady_place:
             return ()
@@ -75,7 +75,7 @@ class LoadBuilder(StaticBuilder):
 
     @property
     def limited(self) -> Mapping[int, Sequence[int]]:
-        """Rows that must have the steady tree, in rounds of a larger one."""
+        """Rows that must have the steady tree in rounds of a larger one."""
         used = [node - 1 for node in self._spine[1:]]
         return {row: used for row, steady in enumerate(self._steady) if steady} if used else {}
 
@@ -86,7 +86,7 @@ class LoadBuilder(StaticBuilder):
 
     @property
     def num_kinds(self) -> int:
-        """One for each tree that rounds of so many rows may have, and one more where some may be limited to the steady one."""
+        """One per tree that rounds may have, and another one if some rows may be limited to the steady tree."""
         return len(self._kinds)
 
     @property
@@ -95,13 +95,13 @@ class LoadBuilder(StaticBuilder):
         return [*((place, False) for place in choice.kinds(rows)), *((place, True) for place in choice.mixed_kinds(rows))]
 
     def rehearse(self, number: int | None) -> None:
-        """Let all rounds have one tree, the largest first."""
+        """Give all rounds one tree; number 0 is the largest."""
         kinds = self._kinds
         self._choice.rehearsed, self._limits = (None, False) if number is None else kinds[min(number, len(kinds) - 1)]
 
     def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
-        """Keep to one tree for texts that depend on nothing but themselves, and to the largest for a row alone."""
-        # Whether fewer children than there is room for verify alike is tested of registered schemes.
+        """Use one fixed tree for steady texts, and the largest for a row alone."""
+        # Limited rows draw fewer children than there is room for: only registered schemes are tested to verify that alike.
         known = self.usual_scheme.name in SCHEMES and type(self.usual_scheme) is SCHEMES.get(self.usual_scheme.name)
         self._choice.alone, self._choice.steady = len(loads) == 1, True in steady
         self._choice.mixed = known and False in steady
@@ -115,28 +115,28 @@ class LoadBuilder(StaticBuilder):
             assign(self._working_B, working)
 
     def new_row(self, name: str) -> bool:
-        """Begin with whatever tree pays."""
+        """Start without a limit."""
         return False
 
     def use(self, params: RowParams) -> None:
-        """Take the parameters that the rows have from now on, and choose the tree for as many rows."""
+        """Set the rows' parameters after the number of rows has changed, and choose a tree for that number."""
         super().use(params)
         self._choice.ladder.fit(len(params), self.scheme.name)
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Begin new texts; the time until the next round is not measured."""
+        """Begin new texts; the gap before the next round is not timed."""
         super().begin(texts, rows, params)
         self._choice.ladder.pause()
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Learn what the round brought those that had all of its tree."""
+        """Learn from the rows that had the whole tree."""
         super().advance(emitted)
         limited = self.limited
         accepted = [len(tokens) - 1 for row, tokens in enumerate(emitted) if tokens and row not in limited]
         self._choice.settle(len(emitted), accepted, self.scheme.name)
 
     def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> Tensor | None:
-        """Leave limited rows one child of one node, as the steady tree has: drawn anew, unless it is the likeliest anyway."""
+        """Draw one level; limited rows keep one child of one node, drawn again as an only child unless chosen by rank."""
         probs_BGV = super().draw(level, logits_BGV, tokens_BN, uniforms_BU)
         if self._kept is not None:
             self._chances.append(self._chance(logits_BGV, probs_BGV))
@@ -155,7 +155,7 @@ class LoadBuilder(StaticBuilder):
         return probs_BGV
 
     def _chance(self, logits_B1V: Tensor, probs_B1V: Tensor | None) -> Tensor:
-        """Return how likely the draft finds each row's likeliest child, at its temperature, or at 1 where that is 0."""
+        """Return the draft's probability of each row's likeliest child, at its own temperature; at 1 for greedy rows."""
         drawn_B = None if probs_B1V is None else probs_B1V[:, 0].amax(-1)
         if drawn_B is not None and not self._distributions.params.mixed:
             return drawn_B
@@ -165,17 +165,17 @@ class LoadBuilder(StaticBuilder):
 
     @property
     def _kept(self) -> int | None:
-        """How many nodes of all rows the target reads in the next round; None for all."""
+        """How many nodes of all rows together the target reads in the next round; None for all."""
         choice = self._choice
         return choice.sizes[choice.place].kept(len(self._greedy_B))
 
     def plant(self, root_B: Tensor) -> Tensor:
-        """Begin new trees."""
+        """Start new trees."""
         self._chances = []
         return super().plant(root_B)
 
     def tree(self, tokens_BN: Tensor) -> DraftTree:
-        """Return the trees, without the nodes that are not worth the target's time where rows share it out."""
+        """Return the trees; if rows share out nodes, the nodes that were not kept lose their tokens."""
         if (count := self._kept) is None:
             return super().tree(tokens_BN)
         kept_K = keep_likeliest(torch.stack(self._chances, dim=1), self._working_B, count)

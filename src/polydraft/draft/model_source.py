@@ -17,12 +17,12 @@ from polydraft.verify import Verdict
 
 
 class ModelSource(DistributionSource):
-    """A draft model's memory of one batch.
+    """A draft model's cache for one batch.
 
-    The memory stays two tokens behind the text: the deepest accepted token never went through the draft, so each round
-    starts with the last two. One token more in one pass, and no special case after full acceptance. In a text of one token
-    the place before the root stays empty: it is masked, and not kept. Rounds without drafts are read later, when
-    drafts are wanted again.
+    The cache stays two tokens behind the text: the deepest accepted token never went through the draft, so each round starts
+    with the last two. That is one token more in one pass, but no special case after full acceptance. In a text of one token the
+    place before the root stays empty: it is masked, and not kept. After rounds without drafts, the text is read when drafts are
+    wanted again.
     """
 
     ROW_STATE: ClassVar[tuple[str, ...]] = ("_texts", "_lone_B1")
@@ -35,15 +35,15 @@ class ModelSource(DistributionSource):
         self._memory = Memory(model, batch_size, behind=2, places=2)
         self.contexts = (self._memory.context,)
         self._lone_B1: Tensor | None = None
-        """Rows whose text is the root alone; only in a first round."""
+        """Rows whose text is one token; only in a first round."""
         self._longest = 0
         self._texts: Sequence[Sequence[int]] = [()] * batch_size
         self._skipped, self._behind = False, False
-        """Whether the last round was without drafts, and whether there is text to be read before the next one with drafts."""
+        """Whether the last round had no drafts, and whether there is text to read before the next round with drafts."""
 
     @property
     def obstacle(self) -> str | None:
-        """Only a first round on a text of one token is unlike the others."""
+        """Only a first round with a text of one token differs from the others."""
         return None if self._lone_B1 is None else "a text has only one token"
 
     def make_room(self, *, places: int, depth: int, captured: bool) -> None:
@@ -51,19 +51,19 @@ class ModelSource(DistributionSource):
         self._memory.places = self._memory.context.places = places
 
     def row_parts(self) -> Iterable[ByRow]:
-        """Return the model's memory."""
+        """Return the model's cache."""
         return (self._memory,)
 
     def new_row(self, name: str) -> Sequence[int] | bool:
-        """Begin with no text."""
+        """Start without text."""
         return () if name == "_texts" else False
 
     def recall(self, row: int, text: Sequence[int], space: Hashable, prefixes: Prefixes) -> None:
-        """Hold in a row what is known of a text's beginning, and nothing else."""
+        """Paste a text's cached prefix into a row, in place of all else."""
         self._memory.recall(row, text, space, prefixes)
 
     def keep(self, row: int, space: Hashable, prefixes: Prefixes, *, whole: bool) -> None:
-        """Keep a copy of what is held in a row; text that is behind is not."""
+        """Copy a row's cache into the prefix cache; text not yet read is left out."""
         self._memory.keep(row, space, prefixes, whole=whole)
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
@@ -90,7 +90,7 @@ class ModelSource(DistributionSource):
         return self._memory.context.extend(tokens_BW, self._seen(block))
 
     def _seen(self, block: Block) -> Block:
-        """Hide the empty place before a root that is the whole text."""
+        """Hide the empty place before the root in texts of one token."""
         if self._lone_B1 is None:
             return block
         depths_BT = (block.depths_BT - self._lone_B1.long()).clamp(min=0)
@@ -103,7 +103,7 @@ class ModelSource(DistributionSource):
         return self._model.head(features_BWF)
 
     def commit(self, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor) -> None:
-        """Keep the token before the root, the root, and the accepted path but its last token."""
+        """Keep the token before the root, the root, and the accepted path except its last token."""
         self._skipped = False
         places_BD = torch.nn.functional.pad(places_BD, (1, 0))
         if self._lone_B1 is not None:
@@ -118,7 +118,7 @@ class ModelSource(DistributionSource):
         self._skipped = True
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
-        """Record the new texts; what a round without drafts added is read later."""
+        """Store the new texts; what a round without drafts added is read later."""
         if self._skipped:
             self._behind = True
             self._note(texts)
@@ -126,14 +126,14 @@ class ModelSource(DistributionSource):
             self._memory.settle(texts)
 
     def catch_up(self, texts: Sequence[Sequence[int]]) -> None:
-        """Read what others proposed, after a round without drafts only when drafts are wanted again."""
+        """Read what other sources proposed; after a round without drafts, only when drafts are wanted again."""
         if self._behind:
             self._note(texts)
         else:
             self._memory.align(texts, self._longest)
 
     def rewind(self, texts: Sequence[Sequence[int]]) -> None:
-        """Drop what lies beyond the texts; a memory that is behind will find that itself."""
+        """Drop what lies beyond the texts; a cache that is behind does so when it catches up."""
         if self._behind:
             self._note(texts)
         else:

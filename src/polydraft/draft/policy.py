@@ -1,8 +1,7 @@
-"""Whether drafting pays on a CPU, and how large a tree: by what rounds cost there and what they brought lately.
+"""Whether drafting pays on a CPU, and how large a tree: by what rounds cost there and what they brought recently.
 
-Every decision depends on the past, on the draft's probabilities and on tokens drawn higher up, never on the verification's
-random numbers of the round that is being planned, nor on the children whose number it decides: any decision is exact
-(docs/theory.md).
+Every decision depends on the past, on the draft's probabilities and on tokens drawn higher up, never on this round's random
+numbers for verification, nor on the children whose number it decides. So any decision is exact (docs/theory.md).
 """
 
 from collections.abc import Sequence
@@ -19,46 +18,45 @@ from polydraft.rows import ByRow
 _MEMORY, _RATE_MEMORY = 0.97, 0.97
 """Decay per round of what was learnt about promises, and about tokens over time."""
 _PRIOR, _RATE_PRIOR = 16.0, 8.0
-"""Weight of the first beliefs about each, in rounds."""
+"""Weight of the initial beliefs about each, in rounds."""
 _LEAST_GROWTH = 0.1
 _FURTHER = 1.3
-"""Worth of a drawn child with its descendants, per token of its own."""
+"""Value of a drawn child with its descendants, per token of its own."""
 _LEAST_PRICE = 0.005
-"""Minimum price of a drawn node, in plain passes: where the cost curve is flat, it still takes room from deeper levels."""
+"""Minimum price of a drawn node, in plain passes: if the cost curve is flat, a node still takes room from deeper levels."""
 _LOSING, _WINNING = 0.97, 1.03
 """Tokens in the time of a plain pass: below the first, a row stops drafting for a while; above the second, its next rest is
 short."""
 SHORTEST_REST, LONGEST_REST = 8, 64
 _FIRST_REST = 64
-"""Plain rounds before the first trial, if a fair draft cannot pay."""
+"""Plain rounds before the first trial, if an average draft cannot pay."""
 _TRIAL, _SHORT_TRIAL = 4, 1
-"""Minimum rounds that a row drafts before it may rest again; the second value if a fair draft cannot pay."""
+"""Minimum rounds that a row drafts before it may rest again; the second if an average draft cannot pay."""
 
 REST_REASON = "it would have taken more time than it was likely to save"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Belief:
-    """What is assumed of a draft: what its probabilities mean, and how well it does before its first round."""
+    """Assumptions about a draft: what its probabilities mean, and how well it does before its first round."""
 
     typical: tuple[tuple[int, int, float], ...]
-    """Nodes, levels and tokens per pass of some trees: at the measured costs, the best of them is the first belief."""
+    """Nodes, levels and tokens per pass of some trees; at the measured costs, the best of them is the initial belief."""
     most_rate: float
-    """Upper limit of that first belief."""
+    """Upper limit of the initial belief."""
     growth: float
     """Tokens that a level brings per token of the level above."""
     front: int
-    """Nodes that a level needs, roughly, to be worth its draft pass. Their cost is taken off what a level is assumed to bring.
-
-    1 for a chain: what a level brings is known beforehand, and what its node costs is that of the next node."""
+    """Nodes that a level needs, roughly, to be worth its draft pass; their cost is subtracted from what a level is assumed to
+    bring. 1 for a chain, where a level is one node, and its cost is exact."""
     unlisted: tuple[float, ...]
-    """By n: of the target's mass outside the draft's n likeliest tokens, the share that n children still accept, because they
+    """By n: the share of the target's mass outside the draft's n likeliest tokens that n children still accept, because they
     are drawn and coupled."""
     greedy_temperature: float
     """Temperature at which the draft's probabilities best predict how often the target's likeliest token is among them."""
 
     def share(self, children: int) -> float:
-        """Return `unlisted` for this many children; beyond its end, its last number."""
+        """Return `unlisted` for this many children, its last entry for more."""
         return self.unlisted[min(children, len(self.unlisted)) - 1] if children else 0.0
 
 
@@ -83,19 +81,19 @@ CLOSE = Belief(
     unlisted=(0.948,),
     greedy_temperature=0.1,
 )
-"""An int8 copy of the target: whatever is drawn is nearly always accepted, and logits differ by a tenth.
+"""An int8 copy of the target: nearly everything it draws is accepted, and its logits differ by about a tenth.
 
-Measured on texts of SmolLM2-135M and Gemma-3-270M, 6 to 8 prompts: .97 and .97 the same likeliest token at temperature 0, where
-probabilities at temperature 0.1 are .966 and .977 on average; `unlisted` .948 and .954 at temperature 1.
+Measured on texts of SmolLM2-135M and Gemma-3-270M, 6 to 8 prompts: at temperature 0, the likeliest token is the same in .97 and
+.97 of cases, and its probability at temperature 0.1 is .966 and .977 on average; `unlisted` is .948 and .954 at temperature 1.
 """
 
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """What a round plans for one row."""
+    """The plan of a round for one row."""
 
     expected: float
-    """Accepted tokens that the draft's probabilities promise."""
+    """Accepted tokens, as the draft's probabilities promise."""
     nodes: int
     """Candidates of its tree."""
     levels: int
@@ -108,12 +106,12 @@ class Allotment:
 
     counts_BW: Tensor
     net_B: Tensor
-    """Accepted tokens that they promise, less those that plain decoding would yield in the time of their verification."""
+    """Accepted tokens that they promise, less what plain decoding would yield in the time it takes to verify them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Load:
-    """What rounds cost that are shared by this many rows, in plain rounds of as many rows."""
+    """What rounds with this many rows cost, in plain rounds with as many rows."""
 
     rows: int
     passes: list[float]
@@ -121,22 +119,22 @@ class Load:
     level: float
     overhead: float
     rate: float
-    """Tokens in the time of a plain round that a fair draft brings."""
+    """Tokens that an average draft brings in the time of a plain round."""
     first_rate: float
     """The same, as believed before the first round."""
     growth: float
-    """Tokens that a level of a fair draft brings per token of the level above, once its nodes are paid for."""
+    """Tokens that a level of an average draft brings per token of the level above, less the cost of its nodes."""
     chain: bool
-    """Whether levels have one node each, see `Belief.front`."""
+    """Whether each level has one node, see `Belief.front`."""
 
     @classmethod
     def of(cls, costs: Costs, rows: int, nodes: int, belief: Belief = FAIR) -> "Load":
-        """Scale the costs of one row: a pass costs by all its tokens, and work on candidates by all rows."""
+        """Scale the costs of one row: a pass costs by its tokens, all other work by the number of rows."""
         plain = costs.tree_pass(rows) if rows > 1 else 1.0
         passes = [costs.tree_pass(rows * (count + 1)) / plain for count in range(nodes)]
         level, overhead = costs.draft_level * rows / plain, costs.overhead * rows / plain
         fitting = [one for one in belief.typical if one[0] <= nodes] or [belief.typical[0]]
-        # Added up in the order of `speedup`: for a single row the figures must have the same bits.
+        # Added in the same order as in `speedup`: for a single row, the results must have the same bits.
         rate = max(tokens / (level * levels + passes[count - 1] + overhead) for count, levels, tokens in fitting)
         price = _FURTHER * (passes[min(belief.front, nodes) - 1] - passes[0])
         growth = max(belief.growth - price, _LEAST_GROWTH)
@@ -153,65 +151,65 @@ class Load:
 
     @cached_property
     def prices(self) -> list[float]:
-        """What trees cost whose candidates are drawn, by their number."""
+        """Costs of trees with drawn candidates, by their number."""
         steps = (max(after - before, _LEAST_PRICE) for before, after in pairwise(self.passes))
         return [self.passes[0] + more for more in accumulate(steps, initial=0.0)]
 
     @property
     def hopeless(self) -> bool:
-        """Whether a fair draft could not pay, whatever it proposes."""
+        """Whether an average draft cannot pay, whatever it proposes."""
         return self.rate < _LOSING
 
     @property
     def trial(self) -> int:
-        """Rounds that a row drafts at least."""
+        """Minimum rounds that a row drafts before it may rest."""
         return _SHORT_TRIAL if self.hopeless else _TRIAL
 
 
 class Pace:
-    """What one row has learnt from its rounds: what drafts were worth, how fast they were, and when to rest."""
+    """What one row has learnt from its rounds: what drafts are worth, how fast they are, and when to rest."""
 
     def __init__(self, load: Load, adaptive: bool) -> None:
         self.load, self.adaptive = load, adaptive
         self.promised = self.accepted = _PRIOR
         self.tokens, self.spent = load.first_rate * _RATE_PRIOR, _RATE_PRIOR
         self.mass, self.grown = _PRIOR, load.growth * _PRIOR
-        """Probability of fronts, and what the level below them brought."""
+        """Probability of fronts, and what the levels below them brought."""
         self.rest, self.trial, self.next_rest = 0, load.trial, SHORTEST_REST
-        """Rounds left to rest, rounds left before the next rest may begin, and how long that will be."""
+        """Rounds left to rest, rounds left before the next rest may begin, and how long that one will be."""
         self.works, self.skipped = True, False
         """Whether the row takes part in rounds, and whether it skips the draft in the next one."""
         if adaptive and load.hopeless:
-            # Drafting can hardly pay on this machine: plain first, then now and then a trial, for a draft better than most.
+            # Drafting can hardly pay on this machine: start plainly, with a trial now and then in case the draft is very good.
             self.rest, self.next_rest, self.tokens = _FIRST_REST, LONGEST_REST, self.spent
 
     @property
     def worth(self) -> float:
-        """Accepted tokens for each that the draft promised, lately."""
+        """Accepted tokens per promised one, recently."""
         return self.accepted / self.promised
 
     @property
     def rate(self) -> float:
-        """λ: tokens in the time of a plain pass; plain decoding is always there, and gives one."""
+        """λ: tokens in the time of a plain pass; at least 1, which plain decoding gives."""
         return max(self.tokens / self.spent, 1.0)
 
     def wants_level(self, mass: float, levels: int) -> bool:
-        """Whether one more level pays below candidates of that total probability, the last of so many levels."""
+        """Whether another level pays below `levels` levels, the last with candidates of this total probability."""
         growth, cost = self.grown / self.mass, self.load.level
         if self.load.chain:
-            # Costs rise with every node: what earlier levels brought on average would hide that.
+            # A node's cost rises with every level, which the average of earlier levels would hide.
             growth, passes = self.load.growth, self.load.passes
             cost += passes[min(levels + 1, len(passes) - 1)] - passes[min(levels, len(passes) - 1)]
         return self.worth * mass * growth > self.rate * cost
 
     def nets(self, probs: Sequence[float]) -> list[float]:
-        """Return what trees of no candidate, of the first, of the first two and so on promise, less their cost."""
+        """Return what trees of no candidate, the first one, the first two and so on promise, less their cost."""
         worth, rate = self.worth, self.rate
         gains = accumulate(probs, initial=0.0)
         return [worth * gain - rate * cost for gain, cost in zip(gains, self.load.passes, strict=False)]
 
     def nets_of_drawn(self, gains: Sequence[float], nodes: int) -> list[tuple[float, float]]:
-        """Return what the first, the first two and so on of further children promise and cost, beside so many candidates."""
+        """Return what the first further child, the first two and so on promise and cost, beside `nodes` candidates."""
         worth, rate, prices = self.worth, self.rate, self.load.prices
         costs = (rate * (prices[min(nodes + number, len(prices) - 1)] - prices[nodes]) for number in range(1, len(gains) + 1))
         return [(worth * value, cost) for value, cost in zip(accumulate(gains), costs, strict=True)]
@@ -230,14 +228,14 @@ class Pace:
             self._consider_a_rest()
 
     def _consider_a_rest(self) -> None:
-        """Rest if drafting loses, each time longer; after a rest try again."""
+        """Rest if drafting loses, longer each time; after a rest, try again."""
         self.trial = max(self.trial - 1, 0)
         rate = self.tokens / self.spent
         if rate > _WINNING:
             self.next_rest = SHORTEST_REST
         if self.trial == 0 and rate < _LOSING:
             self.rest, self.trial, self.next_rest = self.next_rest, self.load.trial, min(2 * self.next_rest, LONGEST_REST)
-            # After a rest the trial counts anew: what was lost before it must not end it at once.
+            # The trial after a rest starts afresh: earlier losses must not end it at once.
             self.tokens = self.spent = _RATE_PRIOR
 
 
@@ -245,21 +243,21 @@ class RowPolicy(ByRow):
     """The decisions of a batch, each row's by its own history alone.
 
     With λ the tokens that a row yields in the time of one plain pass, a level or a node pays if its expected tokens exceed λ
-    times its cost: that maximises tokens over time. The draft's probabilities count as many tokens as they were worth lately.
+    times its cost: that maximises tokens over time. The draft's probabilities are scaled by what they were recently worth.
 
-    All builders use it alike: they ask which rows draft, and how many levels or nodes pay; say by `plan` what they have laid
-    out; and tell by `learn` what was accepted of it.
+    All builders use it alike: they ask which rows draft, and how many levels or nodes pay; then they report their plan by
+    `plan`, and what was accepted of it by `learn`.
 
     Parameters
     ----------
     costs : Costs
         In plain target passes.
     rows, nodes : int
-        `nodes` is the largest tree, the root included.
+        `nodes` is the largest tree, root included.
     adaptive : bool
-        Otherwise every level and node is wanted, and no row rests.
+        If False, every level and node is wanted, and no row rests.
     belief : Belief
-        Of the draft, before the first round.
+        What to assume of the draft before the first round.
     """
 
     ROW_STATE = ("paces",)
@@ -267,7 +265,7 @@ class RowPolicy(ByRow):
 
     def __init__(self, costs: Costs, rows: int, nodes: int, adaptive: bool = True, belief: Belief = FAIR) -> None:
         self.adaptive, self.idle = adaptive, False
-        """`idle`: whether no row at work drafts in the next round."""
+        """`idle`: whether no running row drafts in the next round."""
         self._costs, self._most, self.belief = costs, nodes - 1, belief
         self._loads: dict[int, Load] = {}
         self.paces = [self.new_row("paces") for _ in range(rows)]
@@ -279,7 +277,7 @@ class RowPolicy(ByRow):
         return self._loads[rows]
 
     def share(self, loads: Sequence[int]) -> None:
-        """Say how many rows share the rounds of each row: they share what a pass costs before its first token, no more.
+        """Set how many rows share each row's rounds: sharing saves only what a pass costs before its first token.
 
         A row that must not depend on others has a load of 1.
         """
@@ -287,14 +285,14 @@ class RowPolicy(ByRow):
             pace.load = self._load(load)
 
     def begin(self, rows: Sequence[int]) -> None:
-        """Forget what was learnt of rows that begin new texts."""
+        """Forget what was learnt in rows that begin new texts."""
         for row in rows:
             self.paces[row] = Pace(self.paces[row].load, self.adaptive)
         drafting = self.drafting
         self.idle = self.idle and not any(drafting[row] for row in rows)
 
     def new_row(self, name: str) -> Pace:
-        """Begin without experience, as a row alone."""
+        """Start without experience, as a row alone."""
         return Pace(self._load(1), self.adaptive)
 
     @property
@@ -305,22 +303,22 @@ class RowPolicy(ByRow):
 
     @property
     def hopeless(self) -> bool:
-        """Whether a fair draft could not pay for some row, whatever it proposes."""
+        """Whether an average draft cannot pay for some row, whatever it proposes."""
         return any(pace.load.hopeless for pace in self.paces)
 
     @property
     def drafting(self) -> list[bool]:
-        """Rows that draft in the next round: those that do not rest, and of those that share its costs all or none.
+        """Rows that draft in the next round: those that do not rest, and of those that share its costs, all or none.
 
-        A pass is as wide as its largest tree, so a few rows that try would make all others pay: they wait until half of them
-        are ready.
+        A pass is as wide as its largest tree, so a few rows on trial would make all others pay. They wait until half of the
+        rows are ready.
         """
         sharing = [pace for pace in self.paces if pace.load.rows > 1]
         enough = 2 * sum(pace.rest == 0 for pace in sharing) >= len(sharing)
         return [pace.rest == 0 and not pace.skipped and (enough or pace.load.rows == 1) for pace in self.paces]
 
     def skip(self, rows: Sequence[bool]) -> None:
-        """Say which rows have enough candidates for the next round without a draft."""
+        """Set which rows have enough candidates for the next round without a draft."""
         for pace, skipped in zip(self.paces, rows, strict=True):
             pace.skipped = skipped
         self._note_idleness()
@@ -329,12 +327,12 @@ class RowPolicy(ByRow):
         self.idle = not any(drafts and pace.works for drafts, pace in zip(self.drafting, self.paces, strict=True))
 
     def wants_level(self, mass_B: Tensor, levels: int) -> Tensor:
-        """Say which rows want one more level below candidates of that total probability, the last of so many levels."""
+        """Say for which rows another level pays; parameters as for `Pace.wants_level`."""
         pairs = zip(self.paces, mass_B.tolist(), strict=True)
         return torch.tensor([not self.adaptive or pace.wants_level(mass, levels) for pace, mass in pairs])
 
     def saw_level(self, mass_B: Tensor, net_B: Tensor, asked_B: Tensor) -> None:
-        """Learn how much a further level brought, once its nodes are paid for, where one was asked for."""
+        """Learn how much another level brought, less the cost of its nodes, in rows that asked for one."""
         found = zip(self.paces, mass_B.tolist(), net_B.tolist(), asked_B.tolist(), strict=True)
         for pace, mass, net, asked in found:
             if asked:
@@ -349,7 +347,7 @@ class RowPolicy(ByRow):
         return torch.tensor([net.index(max(net)) for net in nets])
 
     def net(self, probs_BM: Tensor) -> Tensor:
-        """Return what the best tree of the candidates promises, less what plain decoding yields in the time of its nodes."""
+        """Return what the best tree of the candidates promises, less what plain decoding yields in the time its nodes take."""
         nets = [pace.nets(probs) for pace, probs in zip(self.paces, probs_BM.tolist(), strict=True)]
         return torch.tensor([max(net) - net[0] for net in nets], dtype=torch.float64)
 
@@ -361,11 +359,11 @@ class RowPolicy(ByRow):
         gain_BWK : Tensor
             Expected tokens of each further child of each node, falling.
         nodes_B : Tensor
-            Candidates that the rows have already.
+            Candidates that the rows already have.
         share : int
-            What a level has in trees that use their limits up.
+            Candidates of the level in trees that use up their limits.
         least : int
-            What it has in any case.
+            Minimum candidates of the level.
         """
         width, counts, promises = gain_BWK.shape[2], list[list[int]](), list[float]()
         for pace, gains, nodes in zip(self.paces, gain_BWK.flatten(1).tolist(), nodes_B.tolist(), strict=True):
@@ -383,11 +381,11 @@ class RowPolicy(ByRow):
         return Allotment(torch.tensor(counts), torch.tensor(promises, dtype=torch.float64))
 
     def plan(self, expected: Sequence[float], nodes: Sequence[int], levels: Sequence[int]) -> None:
-        """Record what a round plans, row by row; a round without a plan drafts nothing."""
+        """Record the plan of a round, row by row; without one, the round counts as plain."""
         self._plans = [RoundPlan(*one) for one in zip(expected, nodes, levels, strict=True)]
 
     def learn(self, accepted: Sequence[int], active: Sequence[bool]) -> None:
-        """Compare the round with its plan."""
+        """Compare the round with its plan, and learn."""
         plans, self._plans = self._plans or [RoundPlan(0.0, 0, 0)] * len(self.paces), None
         for pace, plan, count, works in zip(self.paces, plans, accepted, active, strict=True):
             pace.works = works

@@ -1,6 +1,6 @@
 """Predicted outputs beside any other drafter, for requests that say what text they expect.
 
-Guarantee: candidates depend on the past and on the request only, so they are verified as n-grams are, among which they are.
+Guarantee: candidates depend only on the past and the request, so they are verified like n-grams, and together with them.
 """
 
 import dataclasses
@@ -15,14 +15,14 @@ from polydraft.errors import UsageError
 from polydraft.ngrams.prediction import PREDICTION, PredictionCache
 
 PLACES = 64
-"""Most candidates of a round, each with a place in the target's memory: a correct prediction goes on for long. Each round
-decides how many of them pay."""
+"""Most candidates of a round, each with a place in the target's cache: a correct prediction goes on for long. Each round
+decides how many pay."""
 _BELIEF = dataclasses.replace(FAIR, typical=((9, 1, 7.0), (17, 1, 12.0), (33, 1, 20.0)), most_rate=2.0)
-"""Callers predict what they expect: a prediction is mostly right."""
+"""Predictions are mostly right: callers predict what they expect."""
 
 
 def with_prediction(drafter: Drafter, costs: Costs | None = None) -> Drafter:
-    """Let a drafter propose what requests predict as well.
+    """Return a drafter that also proposes what requests predict.
 
     Parameters
     ----------
@@ -34,9 +34,8 @@ def with_prediction(drafter: Drafter, costs: Costs | None = None) -> Drafter:
     Raises
     ------
     UsageError
-        If the drafter has its own way to verify.
+        If the drafter verifies in its own way.
     """
-    grams: GramTree | None = None
     match drafter:
         case GramTree(predicts=True) | Combination(grams=GramTree(predicts=True)):
             return drafter
@@ -45,16 +44,14 @@ def with_prediction(drafter: Drafter, costs: Costs | None = None) -> Drafter:
         case TreeDrafter():
             return Combination(drafter, _predicting(None, costs or drafter.costs))
         case GramTree(lossless=True):
-            grams = drafter
+            return _predicting(drafter, costs)
         case Plain():
-            pass
-        case _:
-            raise UsageError(f"drafter {drafter.name!r} cannot follow a prediction; leave the prediction out")
-    return _predicting(grams, costs)
+            return _predicting(None, costs)
+    raise UsageError(f"drafter {drafter.name!r} cannot follow a prediction; leave the prediction out")
 
 
 def _predicting(grams: GramTree | None, costs: Costs | None) -> GramTree:
-    """Return n-grams that look into the prediction before all other caches."""
+    """Return an n-gram drafter that looks into the prediction before all other caches."""
     if grams is None:
         grams = GramTree(PREDICTION, (), GramTreeOptions(riders=RiderOptions(branches=0)), costs=costs)
     options = dataclasses.replace(grams.options, nodes=max(grams.options.nodes or 0, PLACES), depth=PLACES)

@@ -1,4 +1,4 @@
-"""One class for every drafter at work: it joins builders, and their sources, to the rounds of a batch."""
+"""`DraftSession`, one class for every drafter at work: it connects builders and their sources to the rounds of a batch."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -22,49 +22,49 @@ _NAIVE = Naive()
 
 @dataclass(frozen=True)
 class Capturable:
-    """How much of a session's rounds can be captured as a CUDA graph, and replayed for this text and others."""
+    """How much of a session's rounds can be captured as a CUDA graph, and replayed for any text."""
 
     never: str | None = None
-    """Why no round can be; None if they can."""
+    """Why no round can be captured; None if they can."""
     not_now: str | None = None
     """Why the next round, unlike others, cannot be replayed."""
     host_tree: Callable[[Tensor, Tensor], DraftTree] | None = None
-    """What the host does first, from last tokens and random numbers: all of a round but this is captured."""
+    """Builds the host's tree from last tokens and random numbers; all the rest of a round is captured."""
     waits: bool = True
-    """Whether the next round needs what the host learns of the last one."""
+    """Whether the next round needs what the host learns from the last one."""
     kind: Hashable = ()
-    """What the host has chosen for the next round: each choice is a capture of its own."""
+    """The host's choices for the next round; each needs its own capture."""
     static: bool = False
     """Whether the host knows the shape of the next tree."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """How new texts are to be read by the target."""
+    """How the target should read new texts."""
 
     limits: Sequence[int] | None
-    """How many tokens of each text, of those it has read before, the target need not read again; None for all."""
+    """How many of each text's cached tokens the target may reuse; None for all."""
     observer: Observer | None
-    """Sees the target's features while it reads; None if no source needs them."""
+    """Gets the target's features while it reads; None if no source needs them."""
 
 
 class DraftSession(ByRow):
-    """A drafter at work on one batch: a tree that is drawn, a trie of certain candidates, both, or neither.
+    """A drafter at work on one batch: a drawn tree, a trie of certain candidates, both, or neither.
 
-    `propose` and `commit` run on the device without looking at values, as far as `capturable` says; the others talk to the
-    host. Before the first round of new texts come `prepare`, then the target reads, then `begin`. With both trees the walk may
-    leave the drawn one for the trie, and never comes back.
+    `propose` and `commit` run on the device without looking at values, as far as `capturable` says; all other methods run on
+    the host. New texts begin with `prepare`, then the target reads them, then `begin`. With both trees, the walk may leave the
+    drawn one for the trie, and never comes back.
 
     Parameters
     ----------
     name : str
-        Who is credited with drawn tokens.
+        Source of drawn tokens, in statistics.
     drawn : Builder, optional
         Draws candidates from a draft's distributions.
     certain : Builder, optional
-        Lists candidates that depend on the past only.
+        Lists candidates that depend only on the past.
     rests : str, optional
-        Why there is neither, if there is a draft that would not pay.
+        Why there is neither, although there is a draft: it would not pay.
     """
 
     def __init__(
@@ -81,31 +81,31 @@ class DraftSession(ByRow):
             captured = all(one.obstacle is None for one in self._builders)
             builder.source.make_room(places=builder.places, depth=self.depth, captured=captured)
         self.target_places = max([self.num_nodes, *(builder.source.borrowed_places for builder in self._builders)])
-        """Uncommitted places in the target's memory that a round uses."""
+        """Uncommitted places in the target's cache that a round uses."""
         self._drafted = True
-        """Whether the drawn tree was more than its root."""
+        """Whether the source was asked for the last drawn tree."""
         self._border = Border(drawn.depth) if drawn is not None and certain is not None else None
         self._side_stream = SideStream()
         self._reports: list[tuple[int, Callable[[Sequence[Sequence[int]]], None]]] = []
-        """How many numbers each part of the last round reports, and the function that takes them."""
+        """Width of each part of the last round's report, and the function that takes it."""
 
     def borrow(self, context: Context) -> None:
-        """Lend the target's own memory to sources that work in it."""
+        """Lend the target's own cache to sources that work in it."""
         for builder in self._builders:
             builder.source.borrow(context)
 
     @property
     def scheme(self) -> Scheme:
-        """How the next tree is drawn, and so how it must be verified: it may change with the rows' parameters."""
+        """How the next tree is drawn, and so how it must be verified; may change with the rows' parameters."""
         return _NAIVE if self._drawn is None else self._drawn.scheme
 
     @property
     def num_uniforms(self) -> int:
-        """Random numbers per row that the next `propose` uses."""
+        """How many random numbers per row the next `propose` uses."""
         return sum(builder.num_uniforms for builder in self._builders)
 
     def own_uniforms(self, count: int) -> Mapping[int, Sequence[int]]:
-        """Return rows that use only some of a round's random numbers, `count` in all, and which ones."""
+        """Return the rows that use only some of a round's `count` random numbers, and which ones."""
         if self._drawn is None:
             return {}
         others = range(self._drawn.num_uniforms, count)
@@ -113,7 +113,7 @@ class DraftSession(ByRow):
 
     @property
     def contexts(self) -> Sequence[Context]:
-        """Memories that rounds write to."""
+        """Caches that rounds write to."""
         return [context for builder in self._builders for context in builder.source.contexts]
 
     @property
@@ -130,19 +130,19 @@ class DraftSession(ByRow):
 
     @property
     def _catches_up(self) -> bool:
-        """Whether the draft has to read tokens of n-grams between two rounds."""
+        """Whether the draft has to read accepted n-gram tokens between two rounds."""
         if self._drawn is None or self._certain is None or self._certain.asleep:
             return False
         return not self._drawn.source.follows_any_path
 
     def wake(self, *, ahead: bool) -> None:
-        """Get ready for the next round; `ahead` if it is launched before the outcome of the last one is known."""
+        """Get ready for the next round; `ahead` says that the last round's outcome is not known yet."""
         for builder in self._builders:
             builder.wake(ahead=ahead)
 
     @property
     def num_kinds(self) -> int:
-        """How many captures rounds of as many rows as now need, for memories of one size, whatever the host chooses."""
+        """How many captures rounds with the current number of rows need, at one cache size, to cover all host choices."""
         return max((builder.num_kinds for builder in self._builders), default=1)
 
     def rehearse(self, number: int | None) -> None:
@@ -171,18 +171,18 @@ class DraftSession(ByRow):
 
     @property
     def reach(self) -> int:
-        """Levels that the tree of the round last got ready may have; `depth` counts empty ones as well."""
+        """Most levels of the round that `wake` prepared last; unlike `depth`, without those of sleeping builders."""
         return max((builder.depth for builder in self._builders if not builder.asleep), default=0)
 
     @property
     def rest_reason(self) -> str | None:
-        """Why a row had no candidates in the last round, if it had none; None for plain decoding."""
+        """Why a row without candidates in the last round had none; None for plain decoding."""
         return " and ".join(dict.fromkeys(builder.rest_reason for builder in self._builders)) or self._rests
 
     def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
-        """Say how many rows share the rounds of each row, as far as that may matter to its drafts.
+        """Set how many rows share each row's rounds, as far as its drafts may depend on it.
 
-        `steady` are rows that must have the same trees whatever pays; None for those that are not at work.
+        `steady` marks rows whose trees must not depend on what pays; None for idle rows.
         """
         for builder in self._builders:
             builder.share(loads, steady)
@@ -192,35 +192,35 @@ class DraftSession(ByRow):
         return self._builders
 
     def use(self, params: RowParams) -> None:
-        """Take the rows' new parameters: the number of rows has changed."""
+        """Set the rows' parameters after the number of rows has changed."""
         for builder in self._builders:
             builder.use(params)
 
     def recall(self, row: int, text: Sequence[int], space: Hashable, prefixes: Prefixes) -> None:
-        """Hold in a row what is known of a text's beginning, and nothing else; `prepare` and `begin` follow."""
+        """Paste a text's cached prefix into a row, in place of all else; `prepare` and `begin` follow."""
         for builder in self._builders:
             builder.source.recall(row, text, space, prefixes)
 
     def keep(self, row: int, space: Hashable, prefixes: Prefixes, *, whole: bool) -> None:
-        """Keep copies of what is held in a row for texts that begin alike, of whole blocks only or to its end."""
+        """Copy a row's caches into the prefix cache: whole blocks only, or all of it."""
         for builder in self._builders:
             builder.source.keep(row, space, prefixes, whole=whole)
 
     def prepare(
         self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], unread: Sequence[int], keep: bool
     ) -> Reading:
-        """Say how the target should read the texts of `rows`; the others go on with what they have.
+        """Say how the target should read the texts of `rows`; other rows go on with what they have.
 
         Parameters
         ----------
         texts : sequence of token-id lists, one per row
         longest : int
-            How long they may become.
+            Largest length that the texts may reach.
         rows : sequence of int
         unread : sequence of int
-            Those of them whose texts the target reads from their beginnings, whatever it has read before.
+            Rows whose texts the target reads from the start, cached or not.
         keep : bool
-            Whether sources may use what they have learnt of earlier texts; if not, they learn these from their beginnings.
+            Whether sources may use what they have learnt from earlier texts.
         """
         limits, observer = None, None
         for builder in self._builders:
@@ -237,7 +237,7 @@ class DraftSession(ByRow):
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
         """Get ready to continue `texts`, whose last token is pending, up to `longest` tokens.
 
-        Only `rows` are new; the others go on, and what was learnt of them stays. `params` are those of all rows from now on.
+        Only `rows` are new; other rows go on, with what was learnt from them. `params` are all rows' parameters from now on.
         """
         for builder in self._builders:
             builder.source.begin(texts, longest, rows)
@@ -252,7 +252,7 @@ class DraftSession(ByRow):
             The first is 0 where a text has only one token.
         uniforms_BU : Tensor
         host_tree : DraftTree, optional
-            What `capturable.host_tree` returned, if that has been asked already.
+            What `capturable.host_tree` returned, if it has already been called.
         """
         asleep = self._certain is not None and self._certain.asleep
         if self._drawn is None:
@@ -289,10 +289,10 @@ class DraftSession(ByRow):
         return uniforms_BU[:, 0 if self._drawn is None else self._drawn.num_uniforms :]
 
     def commit(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
-        """Follow the verdict: the root and accepted nodes, `keep_B` in all, are certain; 0 for idle rows.
+        """Keep what the verdict accepted: the root and accepted nodes, `keep_B` in all; 0 for idle rows.
 
-        `features_BNF` are the target's, of all nodes. Whole numbers `[B, X]` that are returned reach the host with the
-        round's outcome, without a copy of their own, and go to `receive`.
+        `features_BNF` are the target's, at all nodes. The returned whole numbers `[B, X]` reach the host with the round's
+        outcome, in the same copy, and go to `receive`.
         """
         reports: list[tuple[Tensor | None, Callable[[Sequence[Sequence[int]]], None]]] = []
         if self._drawn is not None:
@@ -317,7 +317,7 @@ class DraftSession(ByRow):
         return torch.cat([report for report, _ in made], dim=1) if made else None
 
     def receive(self, reports: Sequence[Sequence[int]], accepted: Sequence[Sequence[int]]) -> list[list[str]]:
-        """Take on the host what `commit` returned, before `settle`; say who proposed each accepted token.
+        """Take what `commit` returned, on the host and before `settle`; return who proposed each accepted token.
 
         Parameters
         ----------
@@ -336,7 +336,7 @@ class DraftSession(ByRow):
         return names
 
     def _credits(self, row: int, tokens: Sequence[int]) -> list[str]:
-        """Name the draft for what it drew, and a cache for what follows."""
+        """Return the draft's name for each drawn token, and a cache's name for each token after these."""
         if not tokens:
             return []
         drawn = self._drawn_of(row, tokens)
@@ -351,7 +351,7 @@ class DraftSession(ByRow):
         return 0 if self._drawn is None else len(tokens)
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
-        """Record on the host the texts after the round, and the tokens that it added."""
+        """Store on the host the texts after a round, and the tokens that it added."""
         if self._certain is not None:
             self._certain.source.settle(texts, emitted)
             self._certain.advance(emitted)
@@ -369,6 +369,6 @@ class DraftSession(ByRow):
             source.catch_up(texts)
 
     def rewind(self, texts: Sequence[Sequence[int]]) -> None:
-        """Drop what was committed beyond `texts`, after some were cut off at their end."""
+        """Drop what was committed beyond `texts`, after some were cut at their end."""
         for builder in self._builders:
             builder.source.rewind(texts)

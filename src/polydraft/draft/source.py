@@ -1,4 +1,4 @@
-"""Where a draft's candidates come from, and what is remembered of a batch: the interface of sources."""
+"""Sources, which candidates come from: their interface."""
 
 from collections.abc import Hashable, Sequence
 
@@ -15,22 +15,21 @@ from polydraft.verify import Verdict
 
 
 class Source(ByRow):
-    """A draft's memory of one batch of texts.
+    """What a drafter keeps of one batch of texts: a draft's cache, or n-gram memories.
 
-    `commit` runs on the device without looking at values; the other methods talk to the host. All have a default that
-    remembers nothing.
+    `commit` runs on the device without looking at values; all other methods run on the host. The defaults keep nothing.
     """
 
     contexts: Sequence[Context] = ()
-    """Memories that rounds write to."""
+    """Caches that rounds write to."""
     follows_any_path: bool = False
-    """Whether `commit` takes paths over nodes of other sources; if not, `catch_up` reads such text."""
+    """Whether `commit` takes paths through nodes of other sources; if not, `catch_up` reads such text."""
     learns: bool = False
-    """Whether what the host learns of a round may change what the source gives in the next one."""
+    """Whether what the host learns from a round may change what the source returns in the next one."""
     movable: bool = False
     """Whether rows can be swapped, see `swap_rows`."""
     borrowed_places: int = 0
-    """Uncommitted places in the target's memory that a round uses, see `borrow`."""
+    """Uncommitted places in the target's cache that a round uses, see `borrow`."""
 
     @property
     def obstacle(self) -> str | None:
@@ -39,35 +38,35 @@ class Source(ByRow):
 
     @property
     def can_wait(self) -> bool:
-        """Whether the next round may leave this source out."""
+        """Whether the next round may skip this source."""
         return self.obstacle is None
 
     @property
     def observer(self) -> Observer | None:
-        """Callback that sees the target's features while it reads new texts."""
+        """Callback that gets the target's features while it reads new texts."""
         return None
 
     def borrow(self, context: Context) -> None:
-        """Use the target's own memory: a copy of the target works in it."""
+        """Take the target's own cache: a copy of the target works in it."""
 
     def make_room(self, *, places: int, depth: int, captured: bool) -> None:
-        """Get ready for rounds of up to `places` uncommitted tokens and accepted paths of up to `depth`.
+        """Get ready for rounds with up to `places` uncommitted tokens and accepted paths of up to `depth`.
 
-        Tensors must stay where they are from round to round if rounds are `captured`.
+        If rounds are `captured`, tensors must keep their addresses from round to round.
         """
 
     def prepare(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> Sequence[int] | None:
-        """Return how many tokens of each text the target need not read again; None for all that it has read.
+        """Return how many of each text's cached tokens the target may reuse; None for all.
 
-        Only `rows` begin new texts; the others go on with what they have.
+        Only `rows` begin new texts; other rows go on with what they have.
         """
         return None
 
     def recall(self, row: int, text: Sequence[int], space: Hashable, prefixes: Prefixes) -> None:
-        """Hold in a row what is known of a text's beginning, and nothing else; `prepare` and `begin` follow."""
+        """Paste a text's cached prefix into a row, in place of all else; `prepare` and `begin` follow."""
 
     def keep(self, row: int, space: Hashable, prefixes: Prefixes, *, whole: bool) -> None:
-        """Keep a copy of what is held in a row for texts that begin alike, of whole blocks only or to its end."""
+        """Copy a row's cache into the prefix cache: whole blocks only, or all of it."""
 
     def forget(self, rows: Sequence[int]) -> None:
         """Forget earlier texts of these rows: the next texts belong to other requests."""
@@ -76,16 +75,16 @@ class Source(ByRow):
         """Get ready to continue `texts`, whose last token is pending, up to `longest` tokens; only `rows` are new."""
 
     def commit(self, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
-        """Follow the verdict: the root and accepted nodes, `keep_B` in all, are certain; 0 for idle rows.
+        """Keep what the verdict accepted: the root and accepted nodes, `keep_B` in all; 0 for idle rows.
 
         Parameters
         ----------
         verdict : Verdict
         places_BD : Tensor
-            Where the source's own passes put the nodes of the path.
+            The path's places in the source's own passes.
         keep_B : Tensor
         features_BNF : Tensor
-            The target's, of all nodes.
+            The target's, at all nodes.
 
         Returns
         -------
@@ -95,27 +94,27 @@ class Source(ByRow):
         return None
 
     def skip(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
-        """Do the same after a round in which nothing was drafted."""
+        """Do what `commit` does, after a round that skipped this source."""
 
     def receive(self, reports: Sequence[Sequence[int]]) -> None:
-        """Take on the host what `commit` returned, before `settle`."""
+        """Take what `commit` returned, on the host and before `settle`."""
         raise NotImplementedError
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
-        """Record on the host the texts after the round, and the tokens that it added."""
+        """Store on the host the texts after the round, and the tokens that it added."""
 
     def catch_up(self, texts: Sequence[Sequence[int]]) -> None:
         """Read the end of the texts, which the last round accepted from another source."""
         raise NotImplementedError
 
     def rewind(self, texts: Sequence[Sequence[int]]) -> None:
-        """Drop what was committed beyond `texts`, after some were cut off at their end."""
+        """Drop what was committed beyond `texts`, after some were cut at their end."""
 
 
 class DistributionSource(Source):
-    """A source that gives every node of a growing tree a distribution over the next token.
+    """A source that returns a distribution over the next token for every node of a growing tree.
 
-    Builders call `root` once per round, then `expand` for each further level; places of both count as uncommitted.
+    Builders call `root` once per round, then `expand` for each further level; the places of both are uncommitted.
     """
 
     lead: int = 0
@@ -123,7 +122,7 @@ class DistributionSource(Source):
 
     def __init__(self, device: torch.device, vocabulary: PartialVocabulary | None = None) -> None:
         self.device, self.vocabulary = device, vocabulary
-        """What the columns of `logits` mean, where they are not all tokens."""
+        """What the columns of `logits` stand for, if they are not all tokens."""
 
     def root(self, tail_B2: Tensor) -> Tensor:
         """Return features `[B, 1, F]` of the pending token, the second of each row's last two tokens.
@@ -139,9 +138,9 @@ class DistributionSource(Source):
         ----------
         tokens_BW : Tensor
         parents : Tensor
-            Which node of the last pass is each one's parent: `[B, W]`, or `[W]` for all rows.
+            Each node's parent, as an index into the last pass: `[B, W]`, or `[W]` for all rows.
         block : Block
-            Positions of the nodes and what they see, `lead` places before the root included.
+            Positions of the nodes and what they see, including the `lead` places before the root.
         """
         raise NotImplementedError
 

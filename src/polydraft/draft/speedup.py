@@ -1,6 +1,6 @@
 """From acceptance to speed: the tokens that a tree brings per target pass, and what a round costs.
 
-`polydraft.lab.theory` has the formulas of papers, and searches for the best tree.
+`polydraft.lab.theory` has the papers' formulas, and a search for the best tree.
 
 References
 ----------
@@ -26,7 +26,7 @@ class Costs:
     draft_level: float
     """One draft pass, over all nodes of a level."""
     tree_pass: CostCurve
-    """The target's pass, by the number of its tokens, the root among them; see `cost_curve`."""
+    """The target's pass, by its number of tokens, root included; see `cost_curve`."""
     overhead: float = 0.0
     """Everything else, once per round."""
     disturbed: bool = False
@@ -45,9 +45,9 @@ def speedup(tokens: float, levels: int, nodes: int, costs: Costs) -> float:
     tokens : float
         Expected tokens per round, as `tree_tokens` gives.
     levels, nodes : int
-        Depth of the tree, and its nodes with the root.
+        Depth of the tree, and its nodes, root included.
     costs : Costs
-        As measured on the machine in question.
+        Measured on the machine in question.
     """
     check_number("tokens", tokens, 1)
     check_number("levels", levels, 0, whole=True)
@@ -56,12 +56,12 @@ def speedup(tokens: float, levels: int, nodes: int, costs: Costs) -> float:
 
 
 def cost_curve(measured: Mapping[int, float]) -> CostCurve:
-    """Return a curve through measured costs: straight between them, level before the first, and on at the last slope.
+    """Return a curve through measured costs: linear in between, constant before the first, extrapolated after the last.
 
     Parameters
     ----------
     measured : mapping
-        Tokens of a pass to its time. The smallest number of tokens, preferably 1, is the unit.
+        From tokens of a pass to its time. The pass with fewest tokens, preferably 1, is the unit.
     """
     if not measured:
         raise UsageError(
@@ -84,14 +84,14 @@ def cost_curve(measured: Mapping[int, float]) -> CostCurve:
 
 
 def tree_tokens(topology: Topology, rank_acceptance: Sequence[float]) -> float:
-    """Return the expected tokens per target pass from a tree, the token after the accepted ones included.
+    """Return the expected tokens per target pass with a tree, including the token after the accepted ones.
 
     Parameters
     ----------
     topology : Topology
         The tree.
     rank_acceptance : sequence of float
-        Chance a_k that the k-th child of a node is accepted if the node was; falling, at most one in all.
+        Chance a_k that the k-th child of a node is accepted if the node was; falling, with a sum of at most 1.
 
     Returns
     -------
@@ -100,8 +100,8 @@ def tree_tokens(topology: Topology, rank_acceptance: Sequence[float]) -> float:
 
     Notes
     -----
-    The model takes a_k to be the same at every node. Where acceptance varies from position to position, as it does, it is
-    an average, and the product overstates or understates long paths.
+    The model assumes the same a_k at every node. In fact acceptance varies from position to position, so a_k is an average,
+    and the product over- or understates long paths.
     """
     ranks = checked_ranks(rank_acceptance)
     if topology.max_children > len(ranks):
@@ -116,7 +116,7 @@ def tree_tokens(topology: Topology, rank_acceptance: Sequence[float]) -> float:
 
 
 def checked_ranks(rank_acceptance: Sequence[float]) -> list[float]:
-    """Return the acceptance of children by rank; refuse numbers that are no falling probabilities of exclusive events."""
+    """Return the acceptance of children by rank; raise unless they are falling probabilities of exclusive events."""
     ranks = [float(chance) for chance in rank_acceptance]
     if not ranks or not all(0 <= chance <= 1 for chance in ranks) or sum(ranks) > 1 + 1e-9:
         raise UsageError(
@@ -130,7 +130,7 @@ def checked_ranks(rank_acceptance: Sequence[float]) -> list[float]:
 
 
 def check_number(name: str, value: float, least: float, most: float = math.inf, *, whole: bool = False) -> None:
-    """Refuse a number outside its range."""
+    """Raise a `UsageError` for a number outside its range."""
     number = isinstance(value, int) if whole else isinstance(value, int | float)
     if isinstance(value, bool) or not number or not least <= value <= most or value == math.inf:
         kind = "whole numbers" if whole else "numbers"

@@ -1,4 +1,4 @@
-"""Trees of one static shape, drawn level by level."""
+"""Trees of a static shape, drawn level by level."""
 
 from dataclasses import replace
 from typing import ClassVar, TypedDict
@@ -29,18 +29,18 @@ def _automatic(topology: Topology) -> str:
 
 @operation
 def plant_columns(columns_BX: Tensor, nodes_GK: Tensor, tokens_BN: Tensor, vocabulary: PartialVocabulary | None) -> None:
-    """Write the tokens of drawn columns into `tokens_BN`; `NO_TOKEN` stays.
+    """Write the tokens of drawn columns into `tokens_BN`; `NO_TOKEN` stays `NO_TOKEN`.
 
     Parameters
     ----------
     columns_BX : Tensor
-        Columns of the draft's distributions, for all of `nodes_GK` side by side.
+        Columns of the draft's distributions, one for each of `nodes_GK`.
     nodes_GK : Tensor
-        The nodes' children, in draw order; 0 for none.
+        The nodes to write, in draw order; 0 for none.
     tokens_BN : Tensor
-        All tokens of the tree, written in place.
+        All tokens of the tree; written in place.
     vocabulary : PartialVocabulary, optional
-        What the columns mean, where they are not all tokens.
+        What the columns stand for, if they are not all tokens.
     """
     tokens_BX = columns_BX if vocabulary is None else vocabulary.tokens(columns_BX)
     root_B1 = tokens_BN[:, :1].clone()
@@ -56,18 +56,19 @@ def plant_largest(
     vocabulary: PartialVocabulary | None,
     vocab_size: int,
 ) -> None:
-    """Write the tokens of the largest logits into `tokens_BN`, of equal ones the first; `NO_TOKEN` for what has no weight.
+    """Write the tokens of the largest logits into `tokens_BN`; of equal ones the first, `NO_TOKEN` for tokens without weight.
 
-    They are what `top` draws from `Warper.ranking`, whose weights round differences away that kernels may keep.
+    They are the tokens that `top` draws from `Warper.ranking`, except that its weights round off differences that kernels may
+    keep.
 
     Parameters
     ----------
     logits_BGV : Tensor
-        Of G nodes per row.
+        Logits at G nodes per row.
     nodes_GK, tokens_BN, vocabulary
         As for `plant_columns`.
     vocab_size : int
-        The target's: columns beyond it are padding.
+        The target's; columns beyond it are padding.
     """
     known_BGV = logits_BGV if vocabulary is not None else logits_BGV[..., :vocab_size]
     scores_RV = known_BGV.float().flatten(0, 1)
@@ -86,7 +87,7 @@ class DrawOptions(TypedDict, total=False):
 class StaticBuilder(DistributionBuilder):
     """Draw the children of every node of a static tree from a source's distributions.
 
-    `polydraft.draft.load_builder` has rounds of smaller trees, `polydraft.draft.stopping_builder` rows that draft less.
+    `polydraft.draft.load_builder` uses smaller trees in some rounds, `polydraft.draft.stopping_builder` lets rows draft less.
 
     Parameters
     ----------
@@ -97,15 +98,15 @@ class StaticBuilder(DistributionBuilder):
     vocab_size : int
         The target's.
     scheme : str or Scheme
-        A registered scheme, ``"auto"``, or one of your own; where the draft temperature is 0 it is `top`, the limit of all.
+        A registered scheme, ``"auto"``, or one of your own. At draft temperature 0, `top` replaces it: the limit of them all.
     draft_temperature : float, optional
-        Temperature of the draft, the target's otherwise.
+        Temperature of the draft; by default the target's.
     """
 
     ROW_STATE: ClassVar[tuple[str, ...]] = ("_greedy_B",)
     elastic = static = movable = True
     reads_along: bool = False
-    """Whether the source is asked even for a tree that is its root alone."""
+    """Whether the source passes the root even if that is the whole tree."""
     whole: bool = True
     """Whether every row draws all children of its nodes."""
 
@@ -124,7 +125,7 @@ class StaticBuilder(DistributionBuilder):
         self._draft_temperature = draft_temperature
         named = _automatic(topology) if scheme == "auto" else scheme
         self.usual_scheme = named if isinstance(named, Scheme) else SCHEMES.get(named)()
-        """Where rows draw."""
+        """The scheme while some row draws."""
         self.asked_scheme = scheme if isinstance(scheme, str) else None
         self._greedy_B = torch.zeros(len(params), dtype=torch.bool, device=source.device)
         """Rows whose candidates are the likeliest tokens."""
@@ -132,7 +133,7 @@ class StaticBuilder(DistributionBuilder):
         self._whole_plan = plan_passes(topology, source.device, source.lead)  # captures need it for as long as they last
         self._level_probs: list[Tensor] = []
         self._drawn = 0
-        """Levels that have drawn their children."""
+        """Levels drawn so far."""
 
     def _draft_params(self, params: RowParams) -> RowParams:
         """Return the rows' parameters for the draft, at its own temperature if it has one."""
@@ -143,7 +144,7 @@ class StaticBuilder(DistributionBuilder):
 
     @property
     def scheme(self) -> Scheme:
-        """The scheme that was asked for; `top` where no row draws."""
+        """The scheme that was asked for; `top` if no row draws."""
         return _TOP if self._distributions.params.all_greedy else self.usual_scheme
 
     @property
@@ -163,7 +164,7 @@ class StaticBuilder(DistributionBuilder):
 
     @property
     def places(self) -> int:
-        """One per node, behind the lead."""
+        """One per node, after the lead."""
         return self.source.lead + self.num_nodes
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
@@ -183,11 +184,11 @@ class StaticBuilder(DistributionBuilder):
         return self.tree(tokens_BN)
 
     def stops(self, features_BGF: Tensor, logits_BGV: Tensor) -> bool:
-        """Say whether all rows stop after the children that these nodes drew."""
+        """Say whether all rows stop after the children that these nodes have just drawn."""
         return False
 
     def made_up(self, dtype: torch.dtype) -> DraftTree | None:
-        """Draw from even distributions, where children are drawn."""
+        """Draw from uniform distributions, if children are drawn."""
         scheme, vocabulary, rows = self.scheme, self._distributions.vocabulary, len(self._greedy_B)
         plan, device = self._whole_plan, self.source.device
         columns = self._distributions.num_columns
@@ -201,29 +202,29 @@ class StaticBuilder(DistributionBuilder):
         return DraftTree.from_topology(self.topology, tokens_BN, kept, plan.distribution_rows_N, vocabulary)
 
     def places_of(self, path_BD: Tensor) -> Tensor:
-        """Node n has place n behind the lead."""
+        """Return the nodes' own numbers, after the lead."""
         return path_BD + self.source.lead if self.source.lead else path_BD
 
     def plant(self, root_B: Tensor) -> Tensor:
-        """Return the tokens of a new tree, all but the root still missing; `draw` fills them in."""
+        """Start a tree: return its tokens, of which only the root is there; `draw` fills in the others."""
         self._level_probs, self._drawn = [], 0
         tokens_BN = torch.full((len(root_B), self.next_tree.num_nodes), NO_TOKEN, device=root_B.device)
         tokens_BN[:, 0] = root_B
         return tokens_BN
 
     def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> Tensor | None:
-        """Draw the children of one level's nodes into `tokens_BN`; return the distributions, where they were needed."""
+        """Draw the children of one level's nodes into `tokens_BN`; return the distributions if they were needed."""
         distributions, scheme = self._distributions, self.scheme
         self._drawn += 1
         if type(scheme) is type(_TOP) and distributions.params.keeps_order and self.whole:
             plant_largest(logits_BGV, level.nodes_GK, tokens_BN, distributions.vocabulary, distributions.vocab_size)
             return None
-        # At temperature 0 the distribution is one token; the children are the next ones in order as well.
+        # At temperature 0 all mass is on one token, but the children are the next ones in order as well.
         weigh = distributions.ranking if scheme.needs_order_only else distributions.probs
         paths_GP = level.paths_GP if distributions.params.needs_history else level.paths_GP[:, :0]
         probs_BGV = weigh(logits_BGV, tokens_BN[:, paths_GP])
         if scheme.needs_order_only:
-            # Fewer children are the first of more: one look serves all nodes of the level.
+            # Fewer children are the first ones of more, so one draw serves all nodes of the level.
             children_RK = self._draw(probs_BGV.flatten(0, 1), uniforms_BU.new_empty(probs_BGV.shape[:2].numel(), level.widest))
             self._plant(tokens_BN, level, children_RK)
         else:
@@ -243,7 +244,7 @@ class StaticBuilder(DistributionBuilder):
         return torch.where(greedy_R1, _TOP.draw(distribution_RV, uniforms_RK), children_RK)
 
     def _plant(self, tokens_BN: Tensor, plan: GroupPlan | LevelPlan, columns_RK: Tensor) -> None:
-        """Put drawn columns of the draft's distributions into their nodes, as tokens."""
+        """Write drawn columns into their nodes, as tokens."""
         plant_columns(columns_RK.view(len(tokens_BN), -1), plan.nodes_GK, tokens_BN, self._distributions.vocabulary)
 
     def tree(self, tokens_BN: Tensor) -> DraftTree:
@@ -254,11 +255,11 @@ class StaticBuilder(DistributionBuilder):
         return grown if tree.depth == self.depth else self._as_deep(grown)
 
     def _as_deep(self, tree: DraftTree) -> DraftTree:
-        """Let a smaller tree have the outcome of the largest one."""
+        """Return a smaller tree with the depth of the largest one, so that outcomes have the same width."""
         distributions, missing = tree.distributions, self.depth - tree.depth
         if distributions:
             distributions += (distributions[-1][:, :1],) * missing
-        elif not self.scheme.follows_target:  # of a root alone: no child was drawn, so any distribution will do
+        elif not self.scheme.follows_target:  # a lone root: no child was drawn, so any distribution will do
             columns = self._distributions.num_columns
             distribution_111 = torch.full((1, 1, 1), 1 / columns, device=self.source.device)
             distributions = (distribution_111.expand(len(tree.tokens_BN), 1, columns),) * missing

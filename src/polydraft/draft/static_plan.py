@@ -1,4 +1,4 @@
-"""The passes that grow a tree of a static shape, laid out once per tree: which nodes draw, and where their children go."""
+"""The passes that grow a static tree, laid out once per tree: which nodes draw, and where their children go."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,11 +12,11 @@ from polydraft.trees import SlicedMask, StaticBlock, Topology
 from polydraft.verify import SCHEMES, Scheme
 
 WIDEST_SCHEME = "rrs-wor"
-"""What ``"auto"`` means for nodes of more children than the usual scheme takes."""
+"""What ``"auto"`` means if nodes have more children than the default scheme takes."""
 
 
 def check_tree(topology: Topology, scheme: str | Scheme, vocab_size: int) -> None:
-    """Refuse a tree that a scheme or a vocabulary cannot fill."""
+    """Raise a `UsageError` for a tree that a scheme or a vocabulary cannot fill."""
     if scheme != "auto":
         known = scheme if isinstance(scheme, Scheme) else SCHEMES.get(scheme)
         limit = known.max_children
@@ -34,29 +34,29 @@ def check_tree(topology: Topology, scheme: str | Scheme, vocab_size: int) -> Non
 
 @dataclass(frozen=True, eq=False)
 class GroupPlan:
-    """Nodes of a level that draw equally many children."""
+    """Nodes of a level that draw the same number of children."""
 
     rows: Tensor | slice
-    """Which of the level's distributions."""
+    """Their distributions among the level's."""
     uniforms: Tensor | slice
     """Random numbers for their children, node by node."""
     width: int
-    """Children of each."""
+    """Children per node."""
     nodes_GK: Tensor
     """The drawn nodes, distribution by distribution."""
 
 
 @dataclass(frozen=True, eq=False)
 class LevelPlan:
-    """One pass: some nodes of a level go through the draft, and those with children draw them."""
+    """One pass: nodes `first` to `stop` of a level go through the draft, and those with children draw them."""
 
     first: int
     stop: int
     parents_T: Tensor
-    """Which node of the pass above is each one's parent."""
+    """Each node's parent, as an index into the last pass."""
     block: StaticBlock
     drawing: Tensor | slice
-    """Which nodes of the pass have children."""
+    """Nodes of the pass that have children."""
     paths_GP: Tensor
     """Nodes from below the root to each drawing node."""
     groups: tuple[GroupPlan, ...]
@@ -64,7 +64,7 @@ class LevelPlan:
     """All nodes that are drawn."""
     widest: int
     nodes_GK: Tensor
-    """The drawn nodes, distribution by distribution; 0 where a distribution has fewer than `widest`."""
+    """The drawn nodes, distribution by distribution, padded to `widest` with 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class TreePlan:
 
 @lru_cache(maxsize=64)
 def plan_passes(topology: Topology, device: torch.device, lead: int) -> TreePlan:
-    """Lay out the draft's passes: `lead` places before the root, then node n has place `lead + n`."""
+    """Lay out the draft's passes: after `lead` places, node n has place `lead + n`."""
     tables = topology.tables(torch.device("cpu"))
     mask = SlicedMask.of(topology, device, lead)
     distribution_rows_N = torch.zeros(topology.num_nodes, dtype=torch.long)
@@ -124,7 +124,7 @@ def plan_passes(topology: Topology, device: torch.device, lead: int) -> TreePlan
 
 
 def _places(numbers: Sequence[int], device: torch.device) -> Tensor | slice:
-    """Return an index of these places: a slice, which is a view, if they are consecutive."""
+    """Return an index for these places: a slice, which gives a view, if they are consecutive."""
     first, stop = numbers[0], numbers[-1] + 1
     if list(numbers) == list(range(first, stop)):
         return slice(first, stop)

@@ -1,4 +1,4 @@
-"""Static trees of which rows draw only a part: none while drafting does not pay, or fewer levels by a decision."""
+"""Static trees that rows may draw only in part: nothing while drafting does not pay, or fewer levels by a decision."""
 
 from abc import ABC, abstractmethod
 from typing import Unpack
@@ -13,14 +13,14 @@ from polydraft.draft.static_plan import GroupPlan, LevelPlan
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.trees import DraftTree, SlicedMask, Topology
 
-DECISION_OBSTACLE = "the decision model is looked at between levels"
+DECISION_OBSTACLE = "the host asks the decision model between levels"
 
 
 class Decision(ABC):
-    """Whether rows go on drafting.
+    """Decides whether rows go on drafting.
 
-    Any rule is exact that looks at distributions and tokens drawn so far and at nothing of what follows: children that are
-    drawn afterwards have the distribution that verification assumes.
+    A rule is exact if it depends only on the distributions and tokens drawn so far: later children then have the distribution
+    that verification assumes.
     """
 
     @abstractmethod
@@ -29,7 +29,7 @@ class Decision(ABC):
 
 
 class StoppingBuilder(StaticBuilder):
-    """Draw static trees, and let rows stop before the last level, or before the first.
+    """Draw static trees; rows may stop before the last level, or before the first.
 
     Parameters
     ----------
@@ -38,7 +38,7 @@ class StoppingBuilder(StaticBuilder):
     decision : Decision, optional
         Lets rows stop before the last level.
     policy : RowPolicy, optional
-        Lets rows rest while drafting does not pay; on a CPU.
+        On a CPU, lets rows rest while drafting does not pay.
     """
 
     whole = False
@@ -58,12 +58,12 @@ class StoppingBuilder(StaticBuilder):
         self.decision, self.policy = decision, policy
         self._mask = SlicedMask.of(self.topology, self.source.device)
         self._going_B = torch.ones_like(self._greedy_B)
-        """Rows that draft and have not stopped."""
+        """Rows that draft and have not stopped yet."""
         self.learns = policy is not None
-        self.obstacle = DECISION_OBSTACLE if policy is None else "the host looks whether drafting pays"
+        self.obstacle = DECISION_OBSTACLE if policy is None else "the host checks whether drafting pays"
 
     def plant(self, root_B: Tensor) -> Tensor:
-        """Say which rows draft."""
+        """Start a tree, and decide which rows draft."""
         self._going_B = torch.ones_like(root_B, dtype=torch.bool)
         if self.policy is not None:
             drafting = self.policy.drafting
@@ -76,7 +76,7 @@ class StoppingBuilder(StaticBuilder):
         return super().plant(root_B)
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
-        """Draft nothing where all rows rest."""
+        """Build a tree; the root alone if all rows rest."""
         rests = self.resting
         if rests or (self.policy is not None and not any(self.policy.drafting)):
             if not rests:
@@ -90,18 +90,14 @@ class StoppingBuilder(StaticBuilder):
         super()._plant(tokens_BN, plan, columns_RK.where(rows_R1, NO_TOKEN))
 
     def stops(self, features_BGF: Tensor, logits_BGV: Tensor) -> bool:
-        """Let the decision model look at the nodes that drew last; say whether all rows stop there.
-
-        It sees distributions and tokens down to this level only, so that whatever is drawn below follows the distribution that
-        verification assumes.
-        """
+        """Ask the decision model which rows go on below the nodes that drew last; say whether all stop."""
         if self.decision is None:
             return False
         self._going_B = self._going_B & self.decision.goes_on(features_BGF, logits_BGV)
-        return not bool(self._going_B.any())  # the one look between levels; rows that stopped alone draw nothing
+        return not bool(self._going_B.any())  # waits for the device; if only some rows stop, these draw nothing further
 
     def tree(self, tokens_BN: Tensor) -> DraftTree:
-        """Return the grown tree; after an early stop a slice that reports the usual depth, so that outcomes keep their form."""
+        """Return the grown tree; after an early stop, its upper part with the usual depth, so that outcomes are as wide."""
         depth, distributions = self._drawn, tuple(self._level_probs)
         if depth == self.depth:
             return super().tree(tokens_BN)

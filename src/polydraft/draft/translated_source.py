@@ -1,4 +1,4 @@
-"""A draft model with another tokenizer as a source of distributions: it reads the text as its own tokenizer writes it."""
+"""A draft model with another tokenizer as a source of distributions: it reads the text in its own tokens."""
 
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -14,10 +14,10 @@ from polydraft.trees import Block
 
 
 class TranslatedSource(ModelSource):
-    """The memory of a draft with tokens of its own.
+    """The cache of a draft with tokens of its own.
 
-    Inside a tree every node is a token that both models have, so it has one token of the draft. After a round the text is
-    translated again; the memory keeps the common beginning, and the rest is read.
+    Every node of a tree is a token that both models have, so it is one token of the draft's. After a round the text is
+    translated again; the cache keeps the common prefix, and the rest is read.
     """
 
     ROW_STATE = (*ModelSource.ROW_STATE, "_translated", "_tail_B2")
@@ -31,13 +31,13 @@ class TranslatedSource(ModelSource):
         """The last two of the draft's tokens in each text."""
 
     def new_row(self, name: str) -> Any:
-        """Begin with no text."""
+        """Start without text."""
         if name == "_tail_B2":
             return 0
         return Translated() if name == "_translated" else super().new_row(name)
 
     def recall(self, row: int, text: Sequence[int], space: Hashable, prefixes: Prefixes) -> None:
-        """Hold in a row what is known of a text's beginning in the draft's tokens, and nothing else."""
+        """Paste the cached prefix of a text, in the draft's tokens, into a row, in place of all else."""
         self._translated[row] = self._translation.translate(text, Translated())
         super().recall(row, self._translated[row].ids, space, prefixes)
 
@@ -53,10 +53,10 @@ class TranslatedSource(ModelSource):
         own = [one.ids for one in self._translated]
         assign(self._tail_B2, [ids[-2:] for ids in own])
         needed = max(map(len, own))
-        if longest:  # as many tokens as the target has for the rest
+        if longest:  # assume that the rest of the text has as many tokens as for the target
             self._longest = max(needed, longest + max(len(ids) - len(text) for ids, text in zip(own, texts, strict=True)))
         elif needed > self._longest:
-            self._longest = needed + needed // 4  # more than is needed now: memory that grows moves
+            self._longest = needed + needed // 4  # with a margin, because caches move when they grow
         return own
 
     def root(self, tail_B2: Tensor) -> Tensor:
@@ -68,18 +68,18 @@ class TranslatedSource(ModelSource):
         return super().expand(self._own_X[tokens_BW], parents, block)
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
-        """Keep what the memory shares with the new texts, and read the rest."""
+        """Keep what the cache shares with the new texts, and read the rest."""
         if not self._skipped:
-            # The last token went through no pass: what stands here for it does not matter.
+            # The last token went through no pass, so any token may stand for it here.
             left = zip(self._translated, emitted, strict=True)
             self._memory.settle([[*one.ids, *(self._shared.get(token, 0) for token in tokens)] for one, tokens in left])
         self._behind = self._behind or self._skipped
         self.catch_up(texts)
 
     def catch_up(self, texts: Sequence[Sequence[int]]) -> None:
-        """Read what the memory does not hold, after a round without drafts only when drafts are wanted again."""
+        """Read what the cache does not hold; after a round without drafts, only when drafts are wanted again."""
         super().catch_up(self._translate(texts))
 
     def rewind(self, texts: Sequence[Sequence[int]]) -> None:
-        """Hold the texts: cut off, they may have other tokens at their end."""
+        """Translate and read the texts again: once cut, they may end in other tokens."""
         self.catch_up(texts)

@@ -1,7 +1,7 @@
-"""Which of a few static trees the rounds of a batch use: one that pays, or a fixed one for texts that must not depend on load.
+"""Which of a few static trees a round uses: the one that pays, or a fixed one for texts that must not depend on load.
 
-What pays depends on the machine: texts that a seed must give again have the steady tree in all their rounds, or are limited to
-it in rounds of a larger one.
+What pays depends on the machine. So texts that a seed must reproduce have the *steady* tree in all rounds, or are limited to it
+in rounds of a larger tree.
 """
 
 import time
@@ -13,14 +13,14 @@ from polydraft.draft.speedup import tree_tokens
 from polydraft.trees import Topology, parse_tree
 
 _DEEPEST = 4
-"""Levels of smaller trees at most."""
+"""Most levels of smaller trees."""
 FAIR = (0.55, 0.14, 0.06, 0.04)
-"""Chances that a fair draft's first child is accepted, its second, and so on: they say how trees compare."""
+"""Chances that an average draft's first child is accepted, its second, and so on, to compare trees."""
 _MEANS, _SHARED_GAIN = (1.5, 2.0, 3.0), 1.15
-"""Nodes per row that chains of rows share out, roots included, and how many more tokens of a fair draft they bring than chains
-that have as many nodes each."""
+"""Nodes per row, roots included, that rows with chains share out; and how many more tokens that brings than chains of the same
+length each."""
 _STEADY = 3
-"""Most nodes of the tree that texts with a seed have in company: those of a chain of two, which pays for 2 rows as for 64."""
+"""Most nodes of the steady tree of a batch: those of a chain of two, which pays for 2 rows as well as for 64."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Size:
 
     tree: Topology
     mean: float | None = None
-    """Nodes per row that the target reads, roots included, if the rows share them out (`polydraft.draft.budget`); all if
-    None."""
+    """Nodes per row that the target reads, root included, if the rows share them out (`polydraft.draft.budget`); None for
+    all."""
 
     @property
     def nodes(self) -> float:
@@ -38,24 +38,24 @@ class Size:
         return self.tree.num_nodes if self.mean is None else self.mean
 
     def kept(self, rows: int) -> int | None:
-        """Return how many nodes of so many rows are kept; None for all."""
+        """Return how many nodes a batch of this many rows keeps; None for all."""
         return None if self.mean is None else min(round(rows * self.mean), rows * self.tree.num_nodes)
 
     def fair(self, ranks: Sequence[float]) -> float:
-        """Return how many tokens are accepted of a draft whose children have these chances, by rank."""
+        """Return the expected accepted tokens per row, for a draft whose k-th children have these chances."""
         if self.mean is None:
             return tree_tokens(self.tree, ranks) - 1
         whole = int(self.mean) - 1  # of the nodes below the root
-        below, above = ((sum(ranks[0] ** level for level in range(1, depth + 1))) for depth in (whole, whole + 1))
+        below, above = (sum(ranks[0] ** level for level in range(1, depth + 1)) for depth in (whole, whole + 1))
         return _SHARED_GAIN * (below + (self.mean - 1 - whole) * (above - below))
 
 
 def sizes_of(largest: Topology, shared: bool = False) -> tuple[Size, ...]:
-    """Return a tree and what may stand in for it where many rows share a pass, smallest first; the first is the root alone.
+    """Return a tree and the sizes that may replace it when many rows share a pass, smallest first; the first is a lone root.
 
-    Chains come before trees: a token more per row is cheapest where it is likeliest, and a chain's tokens are read as a text,
-    and kept where they are. `shared`: where passes take no time for tokens that are left out, rows may share out the nodes of
-    their chains.
+    Chains come before trees: another token pays best where it is likeliest, and a chain's tokens are read like a text and need
+    not be moved when committed. `shared`: passes skip the tokens that are not kept, so rows may share out the nodes of their
+    chains.
     """
     depth = min(largest.depth, _DEEPEST)
     chains = {length: Size(parse_tree(f"chain:{length}")) for length in sorted({1, 2, depth}) if length <= depth}
@@ -78,9 +78,9 @@ class TreeChoice:
         Smallest first; the last is the tree that was asked for.
     timings : Timings
     rows : int
-        Of the batch, at first.
+        Initial rows of the batch.
     clock : callable
-        Seconds.
+        Returns seconds.
     """
 
     def __init__(
@@ -93,32 +93,32 @@ class TreeChoice:
         self.ladder = Ladder(rungs, timings, rows, clock)
         self._company = rows > 1
         self.alone, self.steady, self.mixed = True, False, False
-        """Whether rounds have one row, whether some row's tree must be the same whatever pays, and whether others' need not."""
+        """Whether rounds have one row, whether some rows must have the steady tree, and whether others need not."""
         self.rehearsed: int | None = None
-        """Place of the tree that all rounds have whatever pays: in rehearsals."""
+        """Place of the tree of all rounds during a rehearsal; else None."""
 
     @property
     def place(self) -> int:
-        """Which size the next round has."""
+        """Place of the next round's size."""
         if self.rehearsed is not None:
             return self.rehearsed
         if self.steady and not self.mixed:
             return self.steady_place
         place = self.ladder.largest if self.alone else self.ladder.place
-        # A larger tree has room for the steady one, to which its rows are then limited.
+        # A larger tree may contain the steady one; steady rows are then limited to that.
         return place if not self.steady or (place > self.steady_place and self.spine(place)) else self.steady_place
 
     @property
     def steady_place(self) -> int:
-        """Tree of texts whose trees must not depend on load or machine: in company a short chain, which is cheap for all."""
+        """Place of the steady tree: the largest for a text alone, and in a batch a short chain, which is cheap for all."""
         small = [place for place, size in enumerate(self.sizes) if size.mean is None and size.nodes <= _STEADY]
         return small[-1] if self._company else self.ladder.largest
 
     def spine(self, place: int) -> tuple[int, ...]:
-        """Return the nodes of a tree that stand for those of the steady one, root first; none where they are not all there.
+        """Return the nodes of a tree that make up the steady tree, root first; empty if the tree does not contain it.
 
-        They are the first children of first children, and so the first nodes of their levels. Where rows share nodes out, no
-        row is sure of its own.
+        They are first children of first children, and so the first nodes of their levels. A row that shares out nodes with
+        others is not sure to get them.
         """
         steady, tree, nodes = self.sizes[self.steady_place].tree, self.sizes[place].tree, [0]
         if self.sizes[place].mean is not None:
@@ -132,10 +132,10 @@ class TreeChoice:
         self.ladder.settle(self.place, rows, accepted if self.rehearsed is None else (), scheme)
 
     def kinds(self, rows: int) -> list[int]:
-        """Return the places of all trees that rounds of so many rows may have."""
+        """Return the places of all trees that rounds with this many rows may have."""
         found = self.ladder.worth_a_trial(rows)
         return found if self.steady_place in found else [*found, self.steady_place]
 
     def mixed_kinds(self, rows: int) -> list[int]:
-        """Return those of them in which some rows may be limited to the steady tree."""
+        """Return the places of trees in which some rows may be limited to the steady tree."""
         return [place for place in self.kinds(rows) if rows > 1 and place > self.steady_place and self.spine(place)]

@@ -36,7 +36,7 @@ from polydraft.trees import DynamicShape, Topology
 from polydraft.verify import Scheme
 
 _NOMINAL = Costs(draft_level=0.1, tree_pass=lambda nodes: 1 + 0.005 * (nodes - 1))
-"""Costs of a machine with matrix units, roughly: for trees that were asked for without a measurement."""
+"""Rough costs on a machine with matrix units, for trees that need no measurement."""
 
 
 class TreeDrafter(Drafter):
@@ -45,28 +45,28 @@ class TreeDrafter(Drafter):
     Parameters
     ----------
     model : LanguageModel or Head
-        The draft: a model with the same tokens as the target, or translated to them, or a head that was trained for it.
+        The draft: a model with the target's tokens, or with translated ones, or a head trained for the target.
     shape : Topology or DynamicShape
-        A tree of static shape, or limits of one that follows what the draft is sure of (OPT-Tree, EAGLE-2). On a CPU that is as
-        large as pays; on a GPU it uses its limits up, for one text at temperature 0, and all other batches have the best static
-        tree of as many nodes and levels: there dynamic ones bring no more tokens above temperature 0, and have to be drawn.
+        A static tree, or the limits of a tree that follows the draft's confidence (OPT-Tree, EAGLE-2). On a CPU a dynamic tree
+        is as large as pays. On a GPU it uses up its limits, for one text at temperature 0; all other batches have the best
+        static tree with as many nodes and levels, because above temperature 0 dynamic trees bring no more tokens there.
     scheme : str or Scheme
-        Of static trees: a registered scheme, ``"auto"``, or a scheme of your own; `top` where the draft temperature is 0.
+        For static trees: a registered scheme, ``"auto"``, or a scheme of your own; `top` at draft temperature 0.
     draft_temperature : float, optional
-        Temperature of the draft, the target's otherwise. It changes speed, never the text's distribution.
+        Temperature of the draft; by default the target's. It changes speed, never the text's distribution.
     decision : Decision, optional
         Lets rows stop before the last level.
     costs : Costs, optional
         What levels and passes cost, for dynamic trees; measured when first needed, and kept for this machine, if not given.
     by_load : bool
-        Let rows that share rounds have smaller trees than `shape`, a static one, where these bring more tokens over time.
+        If `shape` is static, let rows that share rounds have smaller trees when these bring more tokens over time.
     greedy : Topology or DynamicShape, optional
-        Instead of `shape`, a static one, for one text at temperature 0: candidates are then the likeliest ones, so that trees
-        pay that would be slow to draw from. On a GPU a dynamic one is replaced by the best static one of as many nodes and
-        levels where no kernels grow it.
+        Replaces a static `shape` for one text at temperature 0: candidates are then the likeliest tokens, so trees pay that
+        would be slow to draw. On a GPU without kernels to grow it, a dynamic shape becomes the best static tree with as many
+        nodes and levels.
     pauses : bool
-        The tree is a default, not a request: cut it to the levels that the draft gives. On a CPU, let rows of static trees
-        rest while drafting does not pay, as rows of dynamic trees do, and decode plainly if an average draft could not pay.
+        The tree is a default, not a request: cut it to the levels that the draft has. On a CPU, let rows of static trees rest
+        while drafting does not pay, like those of dynamic trees, and decode plainly if an average draft could not pay.
     """
 
     def __init__(
@@ -87,12 +87,12 @@ class TreeDrafter(Drafter):
             levels, deepest = model.shape.depths, max(shape.depth, 0 if greedy is None else greedy.depth)
             if deepest > levels and not pauses:
                 raise UsageError(
-                    f"draft {model.name!r} gives {levels} levels by a pass, but the tree has {deepest}; use a smaller "
+                    f"draft {model.name!r} gives {levels} levels per pass, but the tree has {deepest}; use a smaller "
                     f"one, such as chain:{levels}"
                 )
             shape, greedy = shape.cut(levels), None if greedy is None else greedy.cut(levels)
         if isinstance(model, Int8Copy) and isinstance(shape, DynamicShape):
-            shape = dataclasses.replace(shape, beam=1)  # each further node of a level costs as much as the first
+            shape = dataclasses.replace(shape, beam=1)  # every further node of a level costs as much as the first
         self.topology: Topology | DynamicShape = shape
         self.scheme, self.draft_temperature, self.decision, self.costs = scheme, draft_temperature, decision, costs
         self.name = "dynamic" if self.dynamic else "head" if isinstance(model, Head) else "model"
@@ -105,23 +105,23 @@ class TreeDrafter(Drafter):
 
     @property
     def dynamic(self) -> bool:
-        """Whether shapes are chosen anew in every round."""
+        """Whether every round chooses its own shape."""
         return isinstance(self.topology, DynamicShape)
 
     @property
     def belief(self) -> Belief:
-        """What is believed of the draft."""
+        """What to assume of the draft before the first round."""
         return CLOSE if isinstance(self.model, Int8Copy) else FAIR
 
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
-        """Open a session for a batch; it decodes plainly if the tree is a default and such a draft could not pay."""
+        """Open a session for a batch; it decodes plainly if the tree is a default and an average draft could not pay."""
         builder = self.builder(params, target)
         if self.pauses and builder.policy is not None and builder.policy.adaptive and builder.policy.hopeless:
             return DraftSession(self.name, rests=builder.policy.rest_reason)
         return DraftSession(self.name, drawn=builder)
 
     def source(self, batch_size: int) -> DistributionSource:
-        """Return the draft's memory of a batch."""
+        """Return the draft as a source for a batch."""
         if isinstance(self.model, ParallelHead):
             return ParallelSource(self.model, batch_size)
         if isinstance(self.model, Head):
@@ -133,7 +133,7 @@ class TreeDrafter(Drafter):
         return ModelSource(self.model, batch_size)
 
     def builder(self, params: RowParams, target: LanguageModel) -> Builder:
-        """Return what builds the trees of a batch."""
+        """Return the builder of a batch's trees."""
         source, shape = self.source(len(params)), self.topology
         alone = len(params) == 1 and params.all_greedy
         if alone and self.greedy is not None:
@@ -165,7 +165,7 @@ class TreeDrafter(Drafter):
             assert self.decision is None
             choice = TreeChoice(sizes_of(tree, shared=target.leaves_out), self._timings, len(params))
             return LoadBuilder(source, choice, params, target.vocab_size, **options)
-        # On a GPU rounds are captured, and trees by load are what pays there.
+        # On a GPU rounds are captured, and trees by load take the place of pauses.
         pauses = self.pauses and not self.by_load and is_host(target.device)
         if not pauses and self.decision is None:
             return StaticBuilder(source, tree, params, target.vocab_size, **options)
@@ -176,7 +176,7 @@ class TreeDrafter(Drafter):
         return StoppingBuilder(source, tree, params, target.vocab_size, decision=self.decision, policy=policy, **options)
 
     def _costs(self, nodes: int, adaptive: bool, params: RowParams, target: LanguageModel) -> Costs:
-        """Return what rounds cost, measured only where something follows from it."""
+        """Return what rounds cost, measured only if decisions depend on it."""
         if self.costs is not None or not adaptive:
             return self.costs or _NOMINAL
         drawn = not params.all_greedy and self.draft_temperature != 0
@@ -184,7 +184,7 @@ class TreeDrafter(Drafter):
 
 
 class Combination(Drafter):
-    """A drawn tree and an n-gram trie in one round: the scheme verifies its own children, n-grams let the walk go on.
+    """A drawn tree and an n-gram trie in one round: the scheme verifies its own children; n-grams may continue the walk.
 
     Parameters
     ----------
@@ -223,7 +223,7 @@ def _register(name: str, needs: type[LanguageModel] | type[Head], *, dynamic: bo
                 greedy=parts.greedy,
                 pauses=pauses,
             )
-        # Costs are measured only for trees that were asked for by name: small models of tests have none worth measuring.
+        # Costs are measured only if the limits were given; the tiny models of tests have none worth measuring.
         shape, costs = (parts.dynamic, None) if parts.dynamic else (DynamicShape.like(parts.topology), _NOMINAL)
         return TreeDrafter(parts.draft, shape, draft_temperature=temperature, decision=decision, costs=costs, pauses=pauses)
 
@@ -236,11 +236,11 @@ _register("dynamic-head", Head, dynamic=True)
 AUTO = "auto"
 NONE = "none"
 _LISTING = {"self-draft", "ngram", "corpus"}
-"""Drafters whose caches list whole continuations."""
+"""Drafters whose caches list whole continuations, as flat blocks need."""
 
 
 def split_drafter(name: str) -> tuple[list[str], str | None]:
-    """Return the n-gram drafters that a name combines, and what draws a tree beside them, if anything does.
+    """Return the n-gram drafters that a name combines, and the drafter that draws a tree beside them, if any.
 
     Parameters
     ----------
@@ -264,28 +264,28 @@ def split_drafter(name: str) -> tuple[list[str], str | None]:
 
 
 def check_drafter(name: str, walk: str) -> None:
-    """Refuse an unknown drafter, or a walk that cannot verify what it proposes."""
+    """Raise a `UsageError` for an unknown drafter, or a walk that cannot verify what it proposes."""
     if name != AUTO and split_drafter(name)[0]:
         check_node_walk(name, walk)
 
 
 def check_flat_blocks(name: str) -> None:
-    """Refuse drafters that ask other caches than Self-Draft does."""
+    """Raise a `UsageError` for drafters with other caches than Self-Draft's."""
     if name == AUTO or not _LISTING.issuperset(name.split("+")):
         raise UsageError(f"flat-blocks cannot verify drafter {name!r}; allowed: self-draft, ngram, corpus, or some joined by +")
 
 
 def needs_draft(name: str) -> bool:
-    """Whether a drafter of that name proposes from a draft's distribution; refuses unknown names."""
+    """Whether a drafter of that name proposes from a draft's distribution; raises for unknown names."""
     if name == AUTO:
         return True
     return split_drafter(name)[1] not in (None, NONE)
 
 
 def make_drafter(parts: Parts, name: str = AUTO) -> Drafter:
-    """Make a drafter by name; ``"auto"`` is what the draft calls for: a head, a model, or none.
+    """Make a drafter by name; ``"auto"`` follows the kind of draft: a head, a model, or none.
 
-    ``"model"`` stands for the draft's tree, whatever kind of draft there is.
+    ``"model"`` stands for the draft's tree, whatever the kind of draft.
     """
     if parts.grams.flat_blocks:
         check_flat_blocks(name)

@@ -1,8 +1,8 @@
 """Candidate continuations merged into one trie per row, on the host.
 
-A trie grows where the next token is likeliest to be the target's: at every node all memories are asked what may follow the text
-and the path to the node; the likeliest token of all is added, and so on. A long match thus gets a long chain, weak ones a few
-first tokens, and a path that one memory began may be continued by another.
+A trie grows where the next token is likeliest to be the target's: at every node, all memories say what may follow the text and
+the path to the node, and the likeliest token of all is added, again and again. So a long match becomes a long chain, weak
+matches a few first tokens, and one memory may continue a path that another has begun.
 """
 
 from collections.abc import Sequence
@@ -23,22 +23,22 @@ from polydraft.verify import AUTO, NodeWalk
 WIDTH = 8
 """Most children of a node: a fixed number, so that shapes do not change from round to round."""
 STEPS = (0, 4, 8, 12, 16, 20, 24, 32, 40, 48, 56, 64)
-"""Numbers of candidates that a round may have; a pass costs by its tokens, and each size may be prepared once."""
+"""Numbers of candidates that a round may have, on a CPU, where a pass costs by its tokens."""
 FEW_STEPS = (0, 8, 24, 64)
-"""The same where tokens cost little and preparing much: on a GPU, which captures a round of every size."""
+"""The same on a GPU, where tokens cost little, but every size needs a capture."""
 _FURTHER = 16
 """Step between the sizes of larger rounds."""
 _FILLING = 0.25
-"""Candidates that fill empty places of a pass need only this fraction of the usual minimum chance."""
+"""Candidates that fill up a pass need only this fraction of the usual minimum chance."""
 _UNSEEN = 0.5
-"""Children that were not looked up yet are assumed to have this fraction of their parent's chance: looking up takes most of the
-time, and most nodes never need it."""
+"""Fraction of a node's chance that its children are assumed to have before they are looked up: lookups take most of the time,
+and most nodes never need one."""
 
 
 def check_node_walk(drafter: str, walk: str) -> None:
-    """Refuse walks over whole paths: they need the distribution that each child was drawn from, and n-grams have none.
+    """Raise for walks over whole paths: they need the distribution that each child was drawn from, and n-grams have none.
 
-    Nothing is refused if no `drafter` was named.
+    Without the name of a `drafter`, every walk passes.
     """
     if drafter and walk not in (AUTO, NodeWalk.name):
         raise UsageError(
@@ -47,15 +47,14 @@ def check_node_walk(drafter: str, walk: str) -> None:
 
 
 class TokenTrie:
-    """Continuations of one text: those with a common beginning share its nodes.
+    """Continuations of one text, which share the nodes of common prefixes.
 
     Parameters
     ----------
     root : int
         The pending token.
     shared : bool
-        Whether common beginnings are shared. If not every continuation is a chain of its own, as the Self-Draft paper
-        verifies them.
+        Whether to share prefixes. If not, every continuation is a chain of its own, as in the Self-Draft paper.
     """
 
     def __init__(self, root: int, shared: bool = True) -> None:
@@ -63,7 +62,7 @@ class TokenTrie:
         self.sources = [""]
         """Who proposed each node first."""
         self.chances = [1.0]
-        """That each node is reached and right, where its memories say so."""
+        """The chance that each node is reached and accepted, if its memories estimate one."""
         self._children: list[dict[int, int]] = [{}]
         self._count = [0]
         self._shared = shared
@@ -72,7 +71,7 @@ class TokenTrie:
         return len(self.tokens)
 
     def add(self, tokens: Sequence[int], source: str, limit: int) -> None:
-        """Add a continuation, as far as the trie may grow to `limit` nodes, the root included."""
+        """Add a continuation, or as much of it as fits into `limit` nodes, root included."""
         node = 0
         for token in tokens:
             child = self._children[node].get(token) if self._shared else None
@@ -98,7 +97,7 @@ class TokenTrie:
         return child
 
     def cut(self, candidates: int) -> None:
-        """Keep the first so many candidates: parents come before their children."""
+        """Keep only the first `candidates` candidates; parents come before their children."""
         first = 1 + candidates
         for parent, token in zip(self.parents[first:], self.tokens[first:], strict=True):
             if parent < first:
@@ -109,7 +108,7 @@ class TokenTrie:
         del self._children[first:], self._count[first:]
 
     def followed(self, tokens: Sequence[int]) -> list[str]:
-        """Say who proposed each token of a path, as far as the trie holds it."""
+        """Return who proposed each token of a path, as far as the trie holds it."""
         sources, reached = [], [0]
         for token in tokens:
             if self._shared:
@@ -124,7 +123,7 @@ class TokenTrie:
 
 
 def trie_ladder(candidates: int, steps: Sequence[int] = STEPS) -> Ladder:
-    """Return the sizes of rounds of up to so many candidates."""
+    """Return the sizes of rounds with up to this many candidates."""
     further = range(steps[-1], candidates, _FURTHER)
     return Ladder([Rung(1 + count) for count in sorted({*(min(step, candidates) for step in (*steps, *further)), candidates})])
 
@@ -138,32 +137,31 @@ class Limits:
     depth: int
     """Most levels."""
     width: int
-    """Most tokens that each memory is asked for at a node."""
+    """Most tokens that each memory proposes at a node."""
     least: float
-    """A candidate less likely than this to be reached and right costs more in the pass than it yields."""
+    """Smallest chance of being reached and accepted at which a candidate is worth its place in the pass."""
     ladder: Ladder | None = None
-    """Sizes that a round is filled up to, once it is begun; every number of candidates is one if none are given."""
+    """Sizes that a round with candidates is filled up to; without it, any number of candidates will do."""
 
 
 def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits: Limits) -> TokenTrie:
     """Grow a trie below the pending token.
 
-    A node's chance is the product of the chances along its path. Where several memories propose a token it has the highest
-    of their chances, since most have read the same text; chances of siblings never add up to more than 1.
+    A node's chance is the product of the chances along its path. If several memories propose a token, it has the highest of
+    their chances, because most have read the same text. Chances of siblings never add up to more than 1.
 
     Parameters
     ----------
     root : int
         The pending token, which the memories have read.
     names : sequence of str
-        Of the memories. A token is credited to the one that gave it the highest chance.
+        Names of the memories. A token is credited to the one that gave it the highest chance.
     memories : sequence of GramMemory
     limits : Limits
     """
     trie = TokenTrie(root)
     filling = limits.least * _FILLING
-    # Minus the chance, the order of discovery, parent, token, and who proposed it. The token is None where the children of
-    # the node are yet to be found.
+    # Minus the chance, order of discovery, parent, token, and who proposed it. A token of None: look up the node's children.
     waiting: list[tuple[float, int, int, int | None, str]] = [(-1.0, 0, 0, None, "")]
     places: list[list[Any] | None] = [[memory.end() for memory in memories]]
     found, room = 0, 0
@@ -179,7 +177,7 @@ def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits
         if len(trie) > room:
             if -negative < limits.least * _UNSEEN:
                 break
-            if -negative < limits.least:  # children of a node that waits at less than its chance may still be likely enough
+            if -negative < limits.least:  # others may be likelier: nodes whose children are unknown wait at a lower chance
                 continue
             room = len(trie) if limits.ladder is None else int(limits.ladder.holding(1 + len(trie)).nodes) - 1
         child = trie.child(node, token, name, -negative)
@@ -203,7 +201,7 @@ def _place(trie: TokenTrie, memories: Sequence[GramMemory], places: list[list[An
 def _ways(
     names: Sequence[str], memories: Sequence[GramMemory], places: Sequence[Any], width: int
 ) -> dict[int, tuple[float, str]]:
-    """Put together what the memories propose at a node: the likeliest tokens, as many as a node has room for."""
+    """Combine what the memories propose at a node: the likeliest tokens, as many as a node has room for."""
     ways: dict[int, tuple[float, str]] = {}
     for name, memory, place in zip(names, memories, places, strict=True):
         for token, chance in memory.ways(place, width):
@@ -213,26 +211,22 @@ def _ways(
     total = sum([chance for chance, _ in ways.values()])
     if total > 1:
         ways = {token: (chance / total, name) for token, (chance, name) in ways.items()}
-    return ways if len(ways) <= WIDTH else dict(sorted(ways.items(), key=_chance, reverse=True)[:WIDTH])
-
-
-def _chance(way: tuple[int, tuple[float, str]]) -> float:
-    return way[1][0]
+    return ways if len(ways) <= WIDTH else dict(sorted(ways.items(), key=lambda way: way[1][0], reverse=True)[:WIDTH])
 
 
 def as_draft_tree(tries: Sequence[TokenTrie], size: int, depth: int, device: torch.device) -> DraftTree:
     """Turn tries into one tree per row, padded to `size` nodes.
 
-    Padding nodes hang below the root, but no table lists them, so no walk reaches them.
+    Padding nodes are below the root, but no table lists them, so no walk reaches them.
 
     Parameters
     ----------
     tries : sequence of TokenTrie
         One per row.
     size : int
-        Nodes, the root included.
+        Nodes, root included.
     depth : int
-        As a static number; no trie is deeper.
+        Depth that the tree reports, the same in every round; no trie is deeper.
     device : torch.device
     """
     batch_size = len(tries)

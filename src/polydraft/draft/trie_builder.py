@@ -1,4 +1,4 @@
-"""Tries of what memories propose, one per row, as many candidates as pay."""
+"""Tries of what n-gram memories propose, one per row, with as many candidates as pay."""
 
 from collections.abc import Hashable, Sequence
 
@@ -20,24 +20,24 @@ from polydraft.verify import Naive, NodeWalk, Walk
 _SUFFICES = 4.0
 """A round skips the draft for rows whose prediction promises this many tokens."""
 _WAKES, _WAKES_BESIDE_DRAFT = 0.5, 3.0
-"""Tokens that a prediction must promise for rounds to wait for it, alone and beside a draft that gets some by itself."""
+"""Tokens that a prediction must promise for rounds to wait for it: alone, and beside a draft that brings some as well."""
 NOTHING_FOUND = "n-grams had nothing to propose that would pay"
 
 
 class TrieBuilder(Builder):
     """Merge what the memories of each row propose.
 
-    Depth and random numbers of a round are the same whatever is proposed, so that a row's text does not depend on its
-    neighbours; the number of nodes follows what is proposed, as a pass costs by its tokens.
+    Depth and random numbers of a round do not depend on what is proposed, so that a row's text does not depend on other rows;
+    the number of nodes does, because a pass costs by its tokens.
 
-    A round that needs the host's trie cannot be launched ahead. So a row that has nothing but a prediction sleeps while that
-    promises too little. This is judged by the text of one round earlier, whether or not the round is launched ahead.
+    A round that needs the host's trie cannot be launched ahead. So rows that have only a prediction sleep while it promises too
+    little. This is judged by the text of one round earlier, whether or not the round is launched ahead.
     """
 
     elastic = True
     on_host = True
     scheme = Naive()
-    """Tokens follow the target's own draw, whatever was proposed."""
+    """The emitted token is the target's own draw, whatever was proposed."""
 
     def __init__(
         self,
@@ -50,7 +50,7 @@ class TrieBuilder(Builder):
     ) -> None:
         self.source: GramSource = source
         self._options, self._device, self._name = options, device, name
-        # A policy knows what each candidate costs: then there is no filling up.
+        # A policy knows what each candidate costs, so rounds are not filled up.
         self._ladder = sizes.ladder if policy is None else None
         self._limits = Limits(
             nodes=sizes.nodes, depth=sizes.depth, width=options.candidates, least=sizes.least, ladder=self._ladder
@@ -62,11 +62,11 @@ class TrieBuilder(Builder):
 
     @property
     def kind(self) -> Hashable:
-        """What the riders' captures depend on, and whether there is a trie."""
+        """The riders' kind, and whether there is no trie."""
         return self.source.riders.kind, self.asleep
 
     def wake(self, *, ahead: bool) -> None:
-        """Say which rows' memories promised enough."""
+        """Wake the rows whose memories promised enough."""
         if self._sleeps:
             rows = zip(self.source.promised, self.source.idle, strict=True)
             self.source.awake = [promised[ahead] and not idle for promised, idle in rows]
@@ -74,12 +74,12 @@ class TrieBuilder(Builder):
 
     @property
     def num_uniforms(self) -> int:
-        """Those of the riders."""
+        """The riders' random numbers."""
         return self.source.riders.num_uniforms
 
     @property
     def suffices(self) -> Sequence[bool] | None:
-        """Rows whose prediction promises more than drafts bring."""
+        """Rows whose prediction promises so much that they need no draft."""
         if PREDICTION not in self.source.names:
             return None
         pairs = (zip(trie.sources, trie.chances, strict=True) for trie in self._tries)
@@ -87,17 +87,17 @@ class TrieBuilder(Builder):
 
     @property
     def rest_reason(self) -> str:
-        """The policy's reason if rows rest; otherwise the caches found nothing."""
+        """The policy's reason if rows rest; else that the caches found nothing."""
         policy = self.policy if any(self.source.resting) else None
         return NOTHING_FOUND if policy is None else policy.rest_reason
 
     def resolve_walk(self, name: str) -> Walk:
-        """Walk node by node."""
+        """Return the node walk, the only one that can verify n-grams."""
         check_node_walk(self._name, name)
         return NodeWalk()
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
-        """Merge what the memories know."""
+        """Merge what the memories propose."""
         source = self.source
         if self.policy is not None:
             source.resting = [not drafts for drafts in self.policy.drafting]
@@ -118,7 +118,7 @@ class TrieBuilder(Builder):
         return as_draft_tree(self._tries, size, self.depth, self._device)
 
     def _keep_what_pays(self, policy: RowPolicy) -> None:
-        """Cut the tries to as many candidates as pay, and tell the policy what they promise."""
+        """Cut the tries to the candidates that pay, and tell the policy what they promise."""
         most = max(map(len, self._tries)) - 1
         counts = [0] * len(self._tries)
         if most:
@@ -132,7 +132,7 @@ class TrieBuilder(Builder):
         policy.plan([sum(trie.chances[1:]) for trie in self._tries], counts, drafts)
 
     def took(self, counts: Sequence[int]) -> None:
-        """Let the policy compare the round with its plan."""
+        """Tell the policy how many candidates were accepted."""
         if self.policy is not None:
             self.policy.learn(counts, [not idle for idle in self.source.idle])
 
@@ -145,11 +145,11 @@ class TrieBuilder(Builder):
         self.source.riders.admit(texts, rows, params)
 
     def use(self, params: RowParams) -> None:
-        """Pass new parameters on to the riders."""
+        """Pass the rows' parameters on to the riders."""
         self.source.riders.use(params)
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Let the riders know the text, and see what it makes memories promise."""
+        """Pass new tokens on to the riders, and note what the memories of sleeping rows now promise."""
         self.source.riders.advance(emitted)
         if self._sleeps:
             enough, source = _WAKES_BESIDE_DRAFT if self.beside_draft else _WAKES, self.source
@@ -158,11 +158,11 @@ class TrieBuilder(Builder):
                 source.promised[row] = last, sum(trie.chances[1:]) >= enough
 
     def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
-        """Let the riders ride along."""
+        """Add the riders."""
         return self.source.riders.attach(tree, uniforms_BU)
 
     def trie(self, memories: Sequence[GramMemory], root: int) -> TokenTrie:
-        """Propose what is likeliest."""
+        """Grow a trie of the likeliest candidates."""
         return grow(root, self.source.names, memories, self._limits)
 
     def credits(self, row: int, tokens: Sequence[int]) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""The object users hold: a target, a drafter, and text in and out."""
+"""`Decoder`, the object that users hold: a target and a drafter, text in and text out."""
 
 import inspect
 import threading
@@ -35,7 +35,7 @@ _PLAIN_SAMPLING = SamplingParams()
 
 
 class Decoder:
-    """Generate from a target model, several tokens a forward pass, without changing what it generates.
+    """Generate text with a target model, several tokens per forward pass, without changing its output.
 
     Parameters
     ----------
@@ -47,21 +47,22 @@ class Decoder:
     eos_token_ids : sequence of int
         Tokens that end a text.
     defaults : GenerationDefaults, optional
-        What the model's generation config asks for, followed where `sampling` says nothing.
+        The model's generation config: it decides what `sampling` leaves unset.
     walk : str
         How trees are verified: a registered walk, or ``"auto"`` for the best one that fits the scheme.
     graphs : bool
-        On a GPU, replay whole rounds as CUDA graphs; of beams, their passes.
+        On a GPU, replay whole rounds as CUDA graphs; for beams, the target's passes.
     ahead : bool
-        On a GPU, launch a replayed round before looking at the last one's outcome, where nothing depends on it. Same texts.
+        On a GPU, launch the next replayed round before the last one's outcome is known, where nothing depends on it. The text
+        is the same.
     lossless : bool
         Whether to refuse drafters that change the distribution of the text.
 
     Notes
     -----
-    Several threads may call one decoder. Each call has memory of its own, but for calls with ``keep=True``, which share one:
-    there `generate` waits for its turn, and a stream is refused once a later call has taken the memory over. One stream belongs
-    to one thread at a time.
+    Several threads may call one decoder. Each call has its own caches, except calls with ``keep=True``, which share one set:
+    `generate` waits for its turn, and a stream fails once a later call has taken the caches over. Use a stream from one thread
+    at a time.
 
     Examples
     --------
@@ -92,21 +93,21 @@ class Decoder:
         self.walk = walk if walk == AUTO else WALKS.get(walk).name
         self.graphs, self.ahead = graphs, ahead
         self._grammars: Grammars | None = None
-        """Made when first asked for: that takes a second."""
+        """Built on first use, which takes a second."""
         self._drafters: dict[tuple[bool, bool], Drafter] = {(False, False): self.drafter}
-        """Drafters of texts with or without grammars, and predictions."""
+        """Drafters by whether texts have grammars, and predictions."""
         self._kept: tuple[Drafter, Workspace] | None = None
         self._spare: deque[tuple[Drafter, Workspace]] = deque(maxlen=_MOST_SPARE)
-        """Workspaces of a GPU, whose captured rounds are worth keeping."""
+        """Workspaces on a GPU, kept for their captured rounds."""
         self._lending = threading.Lock()
-        """Held while one of the workspaces above is given out or put back."""
+        """Held while a workspace is lent or put back, and while grammars are built."""
         self._turn = threading.RLock()
-        """Held while a call with ``keep=True`` begins, and by `generate` until its texts are done."""
+        """Held while a call with ``keep=True`` starts; `generate` holds it until its texts are done."""
 
     def replace(self, **changes: Any) -> "Decoder":
-        """Return a decoder with memories of its own that differs in these arguments of the constructor alone.
+        """Return a decoder with its own caches and these constructor arguments changed.
 
-        A lossy decoder may become any other; of a lossless one a lossy variant needs ``lossless=False``.
+        To give a lossless decoder a lossy drafter, pass ``lossless=False`` as well.
 
         Examples
         --------
@@ -115,7 +116,7 @@ class Decoder:
         fields = {name: getattr(self, name) for name in list(inspect.signature(Decoder.__init__).parameters)[1:]}
         for name in changes:
             if name not in fields:
-                raise unknown_name("part of a decoder", name, fields)
+                raise unknown_name("decoder argument", name, fields)
         return type(self)(**{**fields, **changes})
 
     @overload
@@ -128,28 +129,28 @@ class Decoder:
     def generate(self, prompts: Sequence[str] | Sequence[Sequence[int]], **options: Unpack[Options]) -> list[Generation]: ...
 
     def generate(self, prompts: Any, **options: Unpack[Options]) -> Generation | list[Generation]:
-        """Generate to the end.
+        """Generate until every text has ended.
 
         Parameters
         ----------
         prompts : str, token ids, or a list of either
             A list gives a list of results, generated as one batch.
         sampling : SamplingParams or one for each prompt, optional
-            What is left out follows the model's generation config, see `defaults`, if it says something of it; it is
-            temperature 1 without truncation otherwise. A batch may mix all of them, temperature 0 too.
+            What you leave unset comes from the model's generation config (see `defaults`); without one, it is temperature 1
+            without truncation. A batch may mix any parameters, temperature 0 included.
         max_new_tokens : int or one for each prompt, default 128
-            Exact upper limit for each text.
+            Hard limit for each text.
         seed : int or one for each prompt, optional
-            Same seed, same text; drawn at random, and reported in `settings`, if not given. Trees that follow the load do not
-            do so for texts with a seed, above temperature 0: these have the tree itself alone, and a chain of two in a batch.
+            Same seed, same text. Drawn at random if not given, and reported in `settings`. Above temperature 0, texts with a
+            seed do not get trees by load: a text alone has the full tree, texts in a batch have a chain of two.
         stop : str or list of str, or one list for each prompt, optional
             Strings that end a text.
         chat : bool, default False
-            Put text prompts into the tokenizer's chat template first.
+            Apply the tokenizer's chat template to text prompts.
         cancel : threading.Event, optional
             Set it to stop after the current round.
         keep : bool, default False
-            Keep the memory for the next call with `keep`, which then only reads what its prompt adds to the text so far.
+            Keep the caches for the next call with `keep`, which then reads only what its prompt adds to this text.
 
         Returns
         -------
@@ -222,24 +223,24 @@ class Decoder:
         follows_load: bool = True,
         **options: Unpack[SequenceOptions],
     ) -> TokenSequence:
-        """Make a text for an `Engine` from what a request asks for: the one place where that happens.
+        """Make a `TokenSequence` from what a request asks for; every text of every request is made here.
 
         Parameters
         ----------
         prompt : sequence of int
         params : SamplingParams
-            What they leave out follows the model's generation config.
+            What they leave unset comes from the model's generation config.
         seed : int
-            Of this text alone.
+            For this text alone.
         max_new_tokens : int
         stop : sequence of str
-            Strings that end it.
+            Strings that end the text.
         markers : collection of int
-            Special tokens that leave text.
+            Special tokens to show in the text.
         grammar : GrammarProcessor, optional
-            Keeps it to a grammar; it comes after all other processors.
+            Restricts the text to a grammar; runs after all other processors.
         seeded, follows_load : bool
-            Whether the seed was asked for, and whether trees may follow the load.
+            Whether the user set the seed, and whether the drafter has trees by load.
         **options
             Other fields of `TokenSequence`.
         """
@@ -252,7 +253,7 @@ class Decoder:
             generator=row_generator(seed),
             max_new_tokens=max_new_tokens,
             assembler=self.assembler(stop, markers),
-            # A seed's text depends on its trees, except at temperature 0, where the likeliest token is the same with any tree.
+            # The text for a seed depends on its trees, except at temperature 0: there every tree gives the likeliest tokens.
             steady=not follows_load or (seeded and params.temperature > 0),
             **options,
         )
@@ -265,21 +266,21 @@ class Decoder:
         longest: int = USUAL_LENGTH,
         progress: Callable[[int], None] | None = None,
     ) -> float:
-        """Do beforehand what first requests would wait for, and return the seconds that it took.
+        """Do now what the first requests would otherwise wait for; return the seconds it took.
 
-        Kernels are compiled, costs measured where the tree asks for them, and on a GPU rounds are captured for texts of all
-        lengths up to `longest`. Later requests with the same sampling parameters and batch size find it done. On a CPU the
-        texts are short whatever `longest` says.
+        Compiles kernels, measures costs if the tree depends on them, and on a GPU captures rounds for texts of all lengths up
+        to `longest`, for requests with these sampling parameters and this batch size. On a CPU, texts are short whatever
+        `longest` says.
 
         Parameters
         ----------
         sampling : SamplingParams
-            As of the requests to come; temperature 1 without truncation if not given.
+            Those of the requests to come; temperature 1 without truncation if not given.
         batch_size : int
         longest : int
-            Of prompt and new text together.
+            Most tokens of a text, prompt included.
         progress : function, optional
-            Called with every length that is about to be tried.
+            Called with each length before it is tried.
 
         Examples
         --------
@@ -287,10 +288,10 @@ class Decoder:
         4.1
         """
         if batch_size < 1 or longest < 2:
-            raise UsageError(f"batch_size={batch_size}, longest={longest} is out of range; allowed: from 1, and from 2 up")
+            raise UsageError(f"batch_size={batch_size}, longest={longest} is out of range; allowed: from 1, and from 2")
         start = time.perf_counter()
         longest = min(longest, self.target.max_positions or longest)
-        # Prompts of a batch are read in passes that are not captured.
+        # The prompts of a batch are read by passes that are not captured.
         groups = groups_to_read(longest, PREFILL_CHUNK, 1, self.target.vocab_size, self.target.device, behind=PREFILL_CHUNK)
         params = self.sequence([0], sampling, seed=0, max_new_tokens=1).params
         workspace = self._lend(self.drafter, RowParams((params,) * batch_size), keep=False)
@@ -300,9 +301,10 @@ class Decoder:
         return time.perf_counter() - start
 
     def with_defaults(self, params: SamplingParams, prompt: Sequence[int], *, draws: bool = True) -> SamplingParams:
-        """Return sampling parameters with what the model's own settings say where they say nothing.
+        """Return sampling parameters, unset ones filled in from the model's generation config.
 
-        `prompt` is what the text continues. Beam search never draws, so what only sampling uses is left out there (`draws`).
+        `prompt` is what the text continues. Beam search never draws: it passes ``draws=False`` to leave out what only sampling
+        uses.
         """
         return params if self.defaults is None else self.defaults.fill(params, len(prompt), draws=draws)
 
@@ -311,18 +313,18 @@ class Decoder:
         if not isinstance(params.prediction, str):
             return params
         if self.tokenizer is None:
-            raise UsageError("a prediction in words needs a tokenizer; pass token ids, or tokenizer=... to the Decoder")
+            raise UsageError("a prediction given as text needs a tokenizer; pass token ids, or tokenizer=... to the Decoder")
         check_text(params.prediction)
         return replace(params, prediction=self.tokenizer(params.prediction, add_special_tokens=False)["input_ids"])
 
     def assembler(self, stop: Sequence[str], markers: Collection[int] = ()) -> TextAssembler:
-        """Return what turns new tokens into text, which ends before the first of these strings and shows these markers."""
+        """Return a `TextAssembler` that ends the text before the first of these stop strings and shows these markers."""
         if stop and self.tokenizer is None:
             raise UsageError("stop strings need a tokenizer; pass tokenizer=... to the Decoder")
         return TextAssembler(self.tokenizer, stop, markers)
 
     def encode(self, prompt: Prompt | Sequence[Mapping[str, Any]], chat: bool = False) -> list[int]:
-        """Turn a prompt into token ids: a text, or the messages of a conversation."""
+        """Turn a prompt into token ids: text, or the messages of a conversation."""
         if not isinstance(prompt, str):
             said = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
             return self.encode_chat(cast(Sequence[dict[str, str]], prompt)) if said else token_ids(prompt)
@@ -336,33 +338,33 @@ class Decoder:
         return list(self.tokenizer(prompt)["input_ids"])
 
     def encode_chat(self, messages: Sequence[dict[str, Any]] | str) -> list[int]:
-        """Turn a conversation, or what `chat_text` made of it, into token ids that an answer follows."""
+        """Turn a conversation, or the text that `chat_text` made of it, into the token ids of a prompt."""
         text = messages if isinstance(messages, str) else self.chat_text(messages)
         assert self.tokenizer is not None
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def chat_text(self, messages: Sequence[dict[str, Any]], tools: Sequence[dict[str, Any]] | None = None) -> str:
-        """Turn a conversation into the text that an answer follows, by the tokenizer's chat template; `tools` may be called."""
+        """Apply the chat template to a conversation, up to where the answer starts; `tools` are those the model may call."""
         if self.tokenizer is None or not getattr(self.tokenizer, "chat_template", None):
             raise UsageError("this model has no chat template; use a plain prompt (--raw on the command line)")
         try:
             text: str = self.tokenizer.apply_chat_template(
                 list(messages), tools=tools and list(tools), tokenize=False, add_generation_prompt=True
             )
-        except Exception as error:  # templates are programs, and refuse what they do not like in ways of their own
+        except Exception as error:  # templates are programs, and raise whatever they like
             raise UsageError(f"the chat template refuses these messages ({error}); change their roles or order") from None
         check_text(text)
         return text
 
     def _drafter_for(self, *, forced: bool, predicted: bool) -> Drafter:
-        """Return who drafts for texts with grammars, predictions, or both; made when first needed."""
+        """Return the drafter for texts with grammars, predictions, or both; made on first use."""
         if (forced, predicted) not in self._drafters:
             drafter = with_forced(self.drafter) if forced else self.drafter
             self._drafters[forced, predicted] = with_prediction(drafter) if predicted else drafter
         return self._drafters[forced, predicted]
 
     def _grammar_processors(self, params: RowParams, texts: Sequence[Sequence[int]]) -> list[GrammarProcessor | None]:
-        """Return what keeps each text to its grammar; None for texts without one."""
+        """Return the processor that restricts each text to its grammar; None for texts without a grammar."""
         wanted = [own.grammar for own in params]
         if not any(wanted):
             return [None] * len(texts)
@@ -374,7 +376,7 @@ class Decoder:
         return self._grammars.processors(wanted, [len(text) for text in texts])
 
     def _lend(self, drafter: Drafter, params: RowParams, keep: bool) -> Workspace:
-        """Return a workspace for a batch, for its use alone until it is put back: a kept or spare one, else a new one."""
+        """Return a workspace that no other batch uses until it is put back: the kept one, a spare one, or a new one."""
         with self._lending:
             if keep and self._kept is not None and _fits(self._kept, drafter, params):
                 return self._kept[1]
@@ -385,7 +387,7 @@ class Decoder:
         return Workspace(self.target, drafter, params, self.graphs, self.ahead)
 
     def _put_back(self, drafter: Drafter, workspace: Workspace, keep: bool) -> None:
-        """Let later calls find memories that a run has taken."""
+        """Let later calls reuse a workspace."""
         with self._lending:
             if keep:
                 self._kept = (drafter, workspace)

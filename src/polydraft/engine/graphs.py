@@ -1,4 +1,4 @@
-"""Launching rounds: as CUDA graphs where they can be captured, and ahead of the host where nothing depends on it."""
+"""Launching rounds: as CUDA graphs where they can be captured, and ahead of the host where nothing depends on the host."""
 
 import logging
 import time
@@ -26,11 +26,11 @@ from polydraft.verify import Walk
 _MOST_CAPTURES = 256
 _LOGGER = logging.getLogger("polydraft")
 _TOLD: WeakKeyDictionary[Any, set[str]] = WeakKeyDictionary()
-"""Obstacles that were logged already, by model."""
+"""Obstacles already logged, by model."""
 
 
 def tell_obstacle(model: Any, obstacle: str) -> None:
-    """Log, once for each model, why nothing is captured."""
+    """Log, once per model, why nothing is captured."""
     told = _TOLD.setdefault(model, set())
     if obstacle not in told:
         told.add(obstacle)
@@ -54,18 +54,18 @@ class Capture:
 
 
 class GraphCache:
-    """Capture a kind of round after a few runs, and replay it from then on.
+    """Run each kind of round eagerly a few times, then capture it, and replay the capture from then on.
 
-    The first runs are not captured: libraries set themselves up and kernels are compiled, which no capture may contain.
-    A function may leave results only in tensors that stay where they are; captures share the memory for everything in between.
-    When there are too many, the least recently used capture goes.
+    The first runs are not captured because libraries initialise and kernels are compiled in them, which a capture may not
+    contain. A captured function may leave results only in tensors that never move; captures share memory for all else. When
+    there are too many captures, the least recently used one is dropped.
 
     Parameters
     ----------
     before : int
-        Runs before a capture.
+        Eager runs before a capture.
     device : torch.device, optional
-        Where to copy inputs that may be in page-locked memory of the host; not copied if not given.
+        Where to copy inputs that may be in page-locked host memory; not copied if not given.
     """
 
     def __init__(self, before: int = 1, device: torch.device | None = None) -> None:
@@ -104,14 +104,14 @@ class GraphCache:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            # Other threads may go on allocating meanwhile.
+            # Other threads may allocate meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 output = function(*static)
         except torch.OutOfMemoryError:
             self.clear()
             self.obstacle = "too little GPU memory to capture a round; use a smaller batch, a smaller tree or a shorter context"
         except RuntimeError as error:
-            self._pool = None  # it may still think that it captures
+            self._pool = None  # it may still be marked as capturing
             self.obstacle = f"capturing a round failed: {first_line(error)}"
         else:
             return Capture(graph, static, output)
@@ -119,7 +119,7 @@ class GraphCache:
         return None
 
     def clear(self) -> None:
-        """Give back all memory."""
+        """Free all captures and their memory."""
         self._captures.clear()
         self._pool = None
         torch.cuda.empty_cache()
@@ -127,16 +127,16 @@ class GraphCache:
 
 @dataclass(frozen=True, eq=False)
 class Arriving:
-    """A tensor on its way to the host, which may do something else meanwhile."""
+    """A tensor being copied to the host, which does not wait for it."""
 
     values_BX: Tensor
     copied: torch.cuda.Event | None
 
     @classmethod
     def send(cls, values_BX: Tensor) -> "Arriving":
-        """Start copying a tensor to the host; it may be overwritten from now on."""
+        """Start copying a tensor to the host; later work may overwrite it."""
         pinned = captures(values_BX.device)
-        # Torch lends page-locked memory anew only when the copies into it are over, so any number may be under way.
+        # Torch reuses page-locked memory only after the copies into it are done, so any number may be in flight.
         arriving_BX = torch.empty(values_BX.shape, dtype=values_BX.dtype, pin_memory=pinned)
         arriving_BX.copy_(values_BX, non_blocking=pinned)
         copied = None
@@ -146,14 +146,14 @@ class Arriving:
         return cls(arriving_BX, copied)
 
     def arrived(self) -> Tensor:
-        """Wait for the copy and return it; work that was launched later goes on meanwhile."""
+        """Wait for the copy, not for work launched after it, and return it."""
         if self.copied is not None:
             self.copied.synchronize()
         return self.values_BX
 
 
 class DeviceClock:
-    """Measure how much longer a device works on something than the host takes to launch it, without waiting for it."""
+    """Measure how much longer the device takes for some work than the host takes to launch it, without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._spans = device, list[tuple[float, Any, Any]]()
@@ -172,7 +172,7 @@ class DeviceClock:
         self._spans.append((time.perf_counter() - start, first, last))
 
     def take(self) -> float:
-        """Return the device's seconds beyond the host's since the last call; the device must be known to be past all of it."""
+        """Return the device's extra seconds since the last call; all of the timed work must be done."""
         seconds = sum((max(first.elapsed_time(last) / 1e3 - host, 0.0) for host, first, last in self._spans), 0.0)
         self._spans.clear()
         return seconds
@@ -180,14 +180,14 @@ class DeviceClock:
 
 @dataclass(frozen=True, eq=False)
 class Launched:
-    """A round that the device works on; its outcome is the round's only copy to the host."""
+    """A round in flight; its outcome is its only copy to the host."""
 
     arriving: Arriving
     depth: int
     replayed: bool
     """Whether the round is a replayed capture."""
     kind: Hashable = ()
-    """What the host had chosen for it."""
+    """What the host chose for it, see `Capturable.kind`."""
 
     def wait(self) -> tuple[list[RowOutcome], list[list[int]]]:
         """Return the outcome row by row, and the session's reports."""
@@ -197,26 +197,26 @@ class Launched:
 class Launcher:
     """Launch the rounds of a batch.
 
-    A round is captured where its device, the target and the drafter allow it. What the host proposes comes first then, and is
-    an input of the capture.
+    A round is captured if the device, the target and the drafter allow it. If the host proposes the tree, it does so first,
+    and the tree is an input of the capture.
 
     Parameters
     ----------
     graphs : GraphCache, optional
-        None where nothing is captured.
+        None to capture nothing.
     ahead : bool
-        Allow a replayed round to be launched before the outcome of the last one is known.
+        Allow launching a replayed round before the outcome of the last one is known.
     """
 
     def __init__(self, graphs: GraphCache | None, ahead: bool) -> None:
         self.graphs, self._ahead, self._new = graphs, ahead, True
         self.rounds = Counter[int]()
-        """Rounds that were launched, by their rows."""
+        """Rounds launched so far, by number of rows."""
 
     def launch(
         self, state: State, contexts: Sequence[Context], walk: Walk, uniforms_BU: Tensor, stats: Stats, *, ahead: bool
     ) -> Launched:
-        """Launch a round without reading any values; `ahead` if the outcome of the last one is not known yet."""
+        """Launch a round without reading any values; `ahead` says that the last one's outcome is not known yet."""
         state.session.wake(ahead=ahead)
         self.rounds[len(uniforms_BU)] += 1
         depth, can = state.session.depth, state.session.capturable
@@ -224,7 +224,7 @@ class Launcher:
             for context in contexts:
                 context.span = None
             return Launched(Arriving.send(run_round(state, walk, uniforms_BU, stats).packed_BX), depth, replayed=False)
-        # One span for all contexts: spans of their own would change at different lengths, and each pair would be captured.
+        # One span for all contexts: separate spans would change at different lengths, and each pair would need a capture.
         common = max(context.wanted_span() for context in contexts)
         spans = tuple(context.fix_span(common) for context in contexts)
         stored = tuple((context.capacity, context.address) for context in contexts)
@@ -249,13 +249,13 @@ class Launcher:
         return Launched(Arriving.send(outcome_BX), depth, replayed, can.kind)
 
     def runs_ahead(self, state: State, contexts: Sequence[Context], last: Launched) -> bool:
-        """Whether a round may follow before the host has seen the last one's outcome.
+        """Whether the next round may be launched before the host has seen the last one's outcome.
 
-        It needs nothing from the host then but random numbers, and is a replay of the same capture, with room enough,
-        however many tokens the last one yields.
+        It may if it needs nothing from the host but random numbers, replays the same capture, and has room however many tokens
+        the last round yields.
         """
         state.session.wake(ahead=True)
-        # Penalties depend on emitted tokens, which the host adds to what they count.
+        # Penalties count emitted tokens, and the host does the counting.
         can = state.session.capturable
         alone = self._ahead and last.replayed and not can.waits and not state.warper.params.needs_history
         return alone and can.kind == last.kind and all(context.steady(state.session.reach + 1) for context in contexts)
@@ -271,15 +271,15 @@ def _with_tables(
         depths_BN=depths_BN,
         ancestors_BNN=ancestors_BNN,
         child_table_BNK=child_table_BNK,
-        reach=min(tree.depth, tokens_BN.shape[1] - 1),  # so far may later replays reach, with as many nodes
+        reach=min(tree.depth, tokens_BN.shape[1] - 1),  # as far as any replay with as many nodes can reach
     )
 
 
 def _obstacle(state: State, can: Capturable) -> str | None:
-    """Return why the next round cannot be captured, and log it if it is permanent."""
+    """Return why the next round cannot be captured, or None; log it if it is permanent."""
     if state.watched:
-        return "log-probabilities are looked at on the host"
-    lasting = can.never or ("logits processors work on the host" if state.warper.params.has_processors else None)
+        return "the host computes log-probabilities"
+    lasting = can.never or ("logits processors run on the host" if state.warper.params.has_processors else None)
     lasting = lasting or state.target.graph_obstacle or (None if can.static else state.target.shape_obstacle)
     if lasting:
         tell_obstacle(state.target, lasting)

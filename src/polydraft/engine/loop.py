@@ -1,4 +1,4 @@
-"""The one loop: sequences in slots, round after round, until every text has ended."""
+"""The engine's loop: sequences in slots, round after round, until every text has ended."""
 
 import math
 import time
@@ -23,42 +23,42 @@ from polydraft.verify import AUTO, Fault, Walk
 
 _DEVICE_ERRORS = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
 _LEAST_TEXT = 2
-"""Tokens of a prompt to begin with: a text of one token is a case of its own."""
+"""Tokens of a prompt to read at first: drafts treat a text of one token as a special case."""
 
 
 class Engine:
     """Generate for sequences that come and go, one round at a time.
 
     A *slot* is one row of the workspace's tensors; a *sequence* lives in a slot from its admission to its end. A round is a
-    function of the tensors; the host sees its outcome once, at the end, and settles it. Empty slots and ended sequences take
-    part in rounds without effect. What a sequence gets depends on its own prompt, parameters and generator alone.
+    function of tensors; the host sees its outcome once, at the end, and settles it. Empty slots and ended sequences take part
+    in rounds without effect. A text depends on its own prompt, parameters and generator alone.
 
-    Where the workspace allows it the next round is launched before the host looks at the last one's outcome, so that the
-    device never waits for the host (docs/decisions/017-rounds-run-ahead-by-one.md). The texts are the same; only the
-    generators may have been asked for one round more than was used.
+    Where the workspace allows it, the next round is launched before the host has seen the last one's outcome, so that the
+    device never waits for the host (docs/decisions/017-rounds-run-ahead-by-one.md). The texts are the same, but a generator may
+    have drawn the numbers of one round more than was used.
 
     Parameters
     ----------
     workspace : Workspace
         Target, drafter and memory; its rows are the slots.
     walk : str or Walk
-        In which order trees are verified; ``"auto"`` for what suits the drafter. A walk of your own counts where it fits.
+        How trees are verified; ``"auto"`` for what suits the drafter. A walk of your own is used if it fits the scheme.
     sequences : sequence of TokenSequence
-        To begin with; more come by `add`.
+        The first ones; `add` takes more.
     keep : bool
         Reuse what the workspace holds of the first sequences' texts.
     prefixes : Prefixes, optional
-        Where to find beginnings that other texts have read, and to keep those of these texts; several engines may share it.
-        Drafters that learn from texts do so from each one's own alone.
+        Cache of prompt prefixes: where to look up what other texts have read, and to keep what these read. Several engines may
+        share it. Drafters that learn from texts learn from each text alone.
     chunk : int, optional
-        Most prompt tokens that a step reads, so that long prompts do not delay other texts; all if not given.
+        Most prompt tokens that a step reads, so that long prompts do not delay other texts; no limit if not given.
     stall : float, optional
-        Seconds that a step may spend on prompts while texts at work wait, but at least as long as a round takes. Steps then
-        read fewer tokens, by measured speed. Not for processes that share a model, whose steps must be alike.
+        Seconds that a step may spend on prompts while running texts wait, or the time of a round if that is longer. Steps read
+        fewer tokens to keep to it. Not for processes that share a model: their steps must be alike.
     elastic : bool
-        Have about as many slots as there are texts, up to the workspace's rows.
+        Let the number of slots follow the number of texts, up to the workspace's rows.
     isolate : bool
-        Let a sequence whose model or logits processor fails end alone (`StopReason.FAILED`); raised otherwise.
+        If the model or a logits processor fails for a sequence, end that one (`StopReason.FAILED`) instead of raising.
     """
 
     def __init__(
@@ -78,19 +78,19 @@ class Engine:
         self.waiting: deque[TokenSequence] = deque(sequences)
         self.stats = Stats()
         self._pace, self._isolate = ReadingPace(chunk, stall), isolate
-        self._spoilt: list[int] = []
-        """Slots whose sequences have failed, and which may hold NaNs."""
+        self._faulty: list[int] = []
+        """Slots of failed sequences, which may hold NaNs."""
         self._started = time.perf_counter()
-        self._wish = walk
+        self._asked_walk = walk
         self.walk: Walk | None = None
-        """Verifies the trees; set once a sequence is admitted."""
+        """Verifies the trees; None until a sequence is admitted."""
         self.workspace, self.session = workspace, workspace.session
         self._launched: list[Launched] = []
-        """Rounds whose outcomes are not known yet: between steps the one ahead, if there is one."""
+        """Rounds whose outcomes are not known yet; between steps, at most the one launched ahead."""
         self._reading = DeviceClock(workspace.target.device)
         self._retiring = False
-        """Whether sequences have ended that the round ahead still takes for active ones."""
-        self._torn = False
+        """Whether sequences have ended that the round launched ahead still treats as active."""
+        self._interrupted = False
         """Whether a round was interrupted, so that the state of the caches is unknown."""
         with workspace.ownership.taken_by(self), torch.inference_mode(), _device_errors():
             self._admit(keep=keep)
@@ -102,7 +102,7 @@ class Engine:
 
     @property
     def free_slots(self) -> int:
-        """How many more sequences could be at work."""
+        """How many more sequences fit."""
         return max(self.slots.most - sum(1 for _ in self.slots.running()) - len(self.waiting), 0)
 
     def add(self, sequence: TokenSequence) -> None:
@@ -111,12 +111,12 @@ class Engine:
 
     @torch.inference_mode()
     def step(self, awaited: bool = False) -> list[Emitted]:
-        """Run one round and return the new tokens of every sequence that took part: of none while prompts are read.
+        """Read prompts of new sequences and run one round; return the new tokens of every sequence that took part in it.
 
-        `awaited` if texts of another engine wait for its end.
+        `awaited` says that texts of another engine wait for this step.
         """
         with self.workspace.ownership.held_by(self), _device_errors():
-            if self._torn:
+            if self._interrupted:
                 raise FailureError("a round of this text was interrupted, so its state is unknown; start the request again")
             was_ahead, started = bool(self._launched), time.perf_counter()
             with self.undivided():
@@ -132,7 +132,7 @@ class Engine:
                     self._launched.append(self._launch())
             waited = -time.perf_counter()
             with self.stats.clock("verify"):
-                outcome, reports = now.wait()  # an interruption here loses no round
+                outcome, reports = now.wait()  # if interrupted here, the next step waits for the same round
             waited += time.perf_counter()
             self.stats.move_time(min(self._reading.take(), waited), "verify", "prefill")
             self._pace.timed(self.stats.seconds["prefill"], time.perf_counter() - started)
@@ -144,73 +144,76 @@ class Engine:
 
     @contextmanager
     def undivided(self) -> Iterator[None]:
-        """Note if this block is interrupted: text and caches no longer match, so the engine cannot go on."""
+        """Mark the engine as interrupted if this block raises: texts and caches no longer match, so it cannot go on."""
         try:
             yield
         except BaseException:
-            self._torn = True
+            self._interrupted = True
             raise
 
     def _admit(self, awaited: bool = False, *, keep: bool = False) -> None:
-        """Let waiting sequences into free slots, and read on in prompts, first come, first served.
-
-        Short prompts need not wait for a long one: half of what is read may be theirs.
-        """
+        """Let waiting sequences into free slots, and read prompts."""
         starved = bool(self.waiting) and not self.slots.can_take(self.waiting[0])
         fresh, changed = self.slots.fit(() if starved else self.waiting)
         if changed and self.walk is not None:
-            self.walk = self._chosen_walk()  # where all that is left is greedy, trees are drawn in another way
+            self.walk = self._chosen_walk()  # the scheme changes when only greedy texts are left
             self.workspace.activate(self.slots.active())
+        rows, new = self._choose_prompts(awaited)
+        if rows:
+            rows += sorted(slot for slot in set(fresh).difference(rows) if self.slots[slot] is None)
+            self._read_prompts(rows, new, keep=keep)
+
+    def _choose_prompts(self, awaited: bool) -> tuple[list[int], list[int]]:
+        """Choose which prompts this step reads, and how far; return their slots, and which of these have just been taken.
+
+        First come, first served, but short prompts need not wait for a long one: they may have half of what is read.
+        """
         free, room = self.slots.free(), self._pace.room(awaited or any(self.slots.active()))
-        reading = [slot for slot in self.slots.known if slot not in free]
-        rows, new, passing = list[int](), list[int](), room // 2 if reading else 0
-        while room > 0 and (reading or (self.waiting and free)):
-            fitting = (one for one in self.waiting if free and (not reading or len(one.prompt) <= passing))
+        begun = [slot for slot in self.slots.reading if slot not in free]
+        rows, new, passing = list[int](), list[int](), room // 2 if begun else 0
+        while room > 0 and (begun or (self.waiting and free)):
+            fitting = (one for one in self.waiting if free and (not begun or len(one.prompt) <= passing))
             first_come = next((one for one in fitting if not self.slots.awaits(one)), None)
             if first_come is not None and not self.slots.hold(free[0], first_come):
-                first_come, free = None, []  # until others leave some memory
-            if reading and first_come is None:
-                slot = reading.pop(0)
-                start = self.slots.known.pop(slot)
-            elif first_come is None:
-                break  # all that wait will find more once another prompt is read, or memory once another text ends
-            else:
+                first_come, free = None, []  # no memory until other texts end
+            if first_come is not None:
                 self.waiting.remove(first_come)
                 passing -= len(first_come.prompt)
                 slot, start = self.slots.take(first_come, free)
                 new.append(slot)
+            elif begun:
+                slot = begun.pop(0)
+                start = self.slots.reading.pop(slot)
+            else:
+                break  # every waiting text needs memory, or a prefix that another text is reading
             sequence = self.slots[slot]
             assert sequence is not None
             length = min(len(sequence.tokens), start + room)
             room -= length - start
             self._pace.read(length - start)
             if length < len(sequence.tokens):
-                self.slots.known[slot] = max(length, _LEAST_TEXT)
+                self.slots.reading[slot] = max(length, _LEAST_TEXT)
             rows.append(slot)
-        if not rows:
-            return
-        rows += sorted(slot for slot in set(fresh).difference(rows) if self.slots[slot] is None)
+        return rows, new
+
+    def _read_prompts(self, rows: Sequence[int], new: Sequence[int], *, keep: bool) -> None:
+        """Read the prompts of these slots, as far as `slots.reading` says, and set the parameters of all rows."""
         first = self.walk is None
         active = self.slots.active()
-        for slot, sequence in enumerate(self.slots):
-            if sequence is not None and active[slot]:
-                self.slots.noise.seat(slot, sequence.generator)
-        # A slot without a sequence at work asks for nothing, whatever it was asked for last. Where rounds are captured it
-        # draws if all others do: a batch of both kinds would be captured by itself.
-        wanted = [sequence.row_params for slot, sequence in enumerate(self.slots) if sequence is not None and active[slot]]
-        drawing = self.workspace.captures and all(own.temperature > 0 for own in wanted)
+        at_work = {slot: one for slot, one in enumerate(self.slots) if one is not None and active[slot]}
+        for slot, sequence in at_work.items():
+            self.slots.noise.seat(slot, sequence.generator)
+        # Idle slots decode greedily, but draw if all others do and rounds are captured: a mixed batch needs its own capture.
+        drawing = self.workspace.captures and all(one.row_params.temperature > 0 for one in at_work.values())
         idle = SamplingParams() if drawing else IDLE
-        params = {
-            slot: sequence.row_params if sequence is not None and active[slot] else idle
-            for slot, sequence in enumerate(self.slots)
-        }
+        params = {slot: at_work[slot].row_params if slot in at_work else idle for slot in range(len(self.slots))}
         longest = max(sequence.end for sequence in self.slots.running())
         self._share()
-        read = {slot: self.slots[slot] for slot in rows}
-        wishes = {slot: own for slot, own in read.items() if own and own.prompt_top_logprobs is not None and own.is_fresh}
-        unread = [slot for slot in new if slot in wishes]
+        read = ((slot, self.slots[slot]) for slot in rows)
+        with_logprobs = {slot: one for slot, one in read if one and one.prompt_top_logprobs is not None and one.is_fresh}
+        unread = [slot for slot in new if slot in with_logprobs]
         if not (keep or self.slots.recalls):
-            unread = list(range(len(self.slots))) if first else new
+            unread = list(range(len(self.slots))) if first else list(new)
         with self.stats.clock("prefill"), self._reading.running():
             self.workspace.begin(
                 self.slots.texts(),
@@ -219,29 +222,30 @@ class Engine:
                 unread=unread,
                 keep=keep,
                 params=self.workspace.params.replaced(params),
-                wishes=wishes,
+                with_logprobs=with_logprobs,
             )
             for slot in rows:
                 if active[slot]:
-                    self.slots.come_back(slot)
+                    self.slots.restore(slot)
             self.workspace.activate(active)
-            at_work = [one for one in self.slots if one is not None]
-            self.workspace.begun.watched = any(one.traced or one.top_logprobs is not None for one in at_work)
+            self.workspace.begun.watched = any(
+                one is not None and (one.traced or one.top_logprobs is not None) for one in self.slots
+            )
         self.walk = self._chosen_walk()
 
     def _make_room(self) -> None:
-        """Have memory for the next round: where there is too little, the youngest texts give theirs up."""
+        """Get memory for the next round; if there is too little, evict the youngest texts."""
         while not self.slots.have_room(1):
-            self._put_back()
+            self._evict()
 
-    def _put_back(self) -> None:
-        """Let the youngest text wait until there is memory for it up to its end."""
-        self.waiting.appendleft(self.slots.put_back())
+    def _evict(self) -> None:
+        """Evict the youngest text; it waits until there is memory for all of it."""
+        self.waiting.appendleft(self.slots.evict())
         self.workspace.retire(self.slots.texts(), self.slots.active())
         self.slots.rest()
 
     def _end_read(self) -> list[Emitted]:
-        """End texts that ask for nothing after their prompts."""
+        """End texts whose prompts are read and that ask for no new tokens."""
         ended = list[Emitted]()
         for slot, (sequence, active) in enumerate(zip(self.slots, self.slots.active(), strict=True)):
             if sequence is None or not active or sequence.max_new_tokens:
@@ -256,9 +260,9 @@ class Engine:
         return ended
 
     def _chosen_walk(self) -> Walk:
-        if isinstance(self._wish, Walk):
-            return self._wish if self._wish.fits(self.session.scheme) else self.session.resolve_walk(AUTO)
-        return self.session.resolve_walk(self._wish)
+        if isinstance(self._asked_walk, Walk):
+            return self._asked_walk if self._asked_walk.fits(self.session.scheme) else self.session.resolve_walk(AUTO)
+        return self.session.resolve_walk(self._asked_walk)
 
     def _launch(self) -> Launched:
         assert self.walk is not None, "a sequence was admitted"
@@ -271,7 +275,7 @@ class Engine:
         return workspace.launcher.launch(workspace.begun, workspace.contexts, self.walk, uniforms_BU, self.stats, ahead=ahead)
 
     def _share(self) -> None:
-        """Tell the drafter how many texts are at work."""
+        """Tell the drafter how many texts share the rounds."""
         active = self.slots.active()
         load = sum(active)
         loads = [1 if one is None or one.steady or one.done else load for one in self.slots]
@@ -279,16 +283,16 @@ class Engine:
         self.session.share(loads, steady)
 
     def _runs_ahead(self, now: Launched) -> bool:
-        """Whether to launch one more round: some sequence goes on after this one unless it meets an end that is no limit."""
+        """Whether to launch another round before this one's outcome is known; not if it could be for nothing."""
         most = self.session.reach + 1
         goes_on = any(len(sequence.tokens) + most < sequence.end for sequence in self.slots.running())
-        reads = any(slot not in self.slots.free() for slot in self.slots.known)
+        reads = any(slot not in self.slots.free() for slot in self.slots.reading)
         if not goes_on or self.waiting or reads or self._retiring or not self.slots.have_room(2):
             return False
         return self.workspace.launcher.runs_ahead(self.workspace.begun, self.workspace.contexts, now)
 
     def _settle(self, outcome: list[RowOutcome], reports: list[list[int]]) -> list[Emitted]:
-        """Give every running sequence what the round brought it, up to its end; let those that ended go."""
+        """Give every running sequence its new tokens, up to its end, and release those that ended."""
         active = self.slots.active()
         accepted = [row.tokens[:-1] if runs else [] for row, runs in zip(outcome, active, strict=True)]
         sources = self.session.receive(reports, accepted)
@@ -328,7 +332,7 @@ class Engine:
         return emitted
 
     def end(self, sequence: TokenSequence, reason: StopReason, new_tokens: int) -> None:
-        """End a sequence from outside (a criterion, a cancellation), keeping that many new tokens."""
+        """End a sequence from outside (a criterion, a cancellation), keeping its first `new_tokens` new tokens."""
         self.stats.drop(sequence.cut(reason, new_tokens))
         if sequence in self.waiting:
             self.waiting.remove(sequence)
@@ -336,11 +340,11 @@ class Engine:
             self._release(kept=[slot for slot, one in enumerate(self.slots) if one is sequence and one.new_tokens])
 
     def _release(self, kept: Sequence[int] = ()) -> None:
-        """Let ended sequences go; after the round ahead, if there is one whose tokens others still need."""
+        """Release ended sequences, or wait with it until the round launched ahead is over, if others need its tokens."""
         with self.workspace.ownership.settled_by(self) as own:
             if not own or self.workspace.state is None:  # no sequence was admitted yet
                 return
-            if not self._torn:
+            if not self._interrupted:
                 self.slots.keep(kept)
             if not any(self.slots.running()):
                 self._launched.clear()  # rounds launched ahead of finished rows are discarded
@@ -348,12 +352,12 @@ class Engine:
             if not self._retiring:
                 self.slots.vacate_ended()
                 self.workspace.retire(self.slots.texts(), self.slots.active())
-                while self._spoilt:
-                    self.workspace.clear(self._spoilt.pop())
+                while self._faulty:
+                    self.workspace.clear(self._faulty.pop())
                 self.slots.rest()
 
     def _failed(self, slot: int, sequence: TokenSequence, fault: Fault) -> Emitted:
-        """End a sequence whose round failed; raise the failure unless sequences fail alone."""
+        """End a sequence whose round failed, or raise the failure if the engine does not isolate them."""
         processing = self.workspace.begun.warper.processing
         raised = (processing.errors or {}).get(slot) if fault == Fault.TARGET else None
         if raised is not None and not self._isolate:
@@ -362,7 +366,7 @@ class Engine:
         if not self._isolate:
             raise error
         self.slots.vacate(slot)
-        self._spoilt.append(slot)
+        self._faulty.append(slot)
         return sequence.fail(error)
 
     def _failure(self, fault: Fault, length: int, raised: Exception | None, emptied_by: str | None) -> PolydraftError:
@@ -371,7 +375,7 @@ class Engine:
                 f"scheme {self.session.scheme.name!r} emitted no token after {length} tokens; please report this, and use "
                 "another --scheme"
             )
-        if isinstance(raised, PolydraftError):  # a grammar's, which says all
+        if isinstance(raised, PolydraftError):  # from a grammar: it says everything already
             return raised
         if raised is not None:
             return FailureError(

@@ -1,4 +1,4 @@
-"""What a round brings: to the host, in one tensor, and to the next round."""
+"""The outcome of a round: one tensor for the host, and what the next round needs."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -13,7 +13,7 @@ from polydraft.verify import Verdict
 
 
 class RowOutcome(NamedTuple):
-    """What a round brought one row, on the host."""
+    """One row's outcome, on the host."""
 
     tokens: list[int]
     """Accepted tokens and the one that the target added."""
@@ -27,20 +27,20 @@ class RowOutcome(NamedTuple):
     branch: int
     """Which of the root's children was accepted; -1 for none."""
     drafted: int
-    """Candidates of the tree."""
+    """Candidates in the tree."""
 
 
 @dataclass(frozen=True, eq=False)
 class Outcome:
-    """What a round brings the host, in one tensor, so that one copy is enough."""
+    """All that the host needs of a round, in one tensor, so that one copy is enough."""
 
     packed_BX: Tensor
-    """Tokens; the numbers of `RowOutcome` after its tokens; the session's report."""
+    """Depth + 1 tokens; the other fields of `RowOutcome`; the session's report."""
     depth: int
-    """Of the trees: as many tokens, and one more."""
+    """Of the trees."""
 
     def rows(self) -> tuple[list[RowOutcome], list[list[int]]]:
-        """Return the outcome row by row, and the session's reports; the tensor must have arrived on the host."""
+        """Return the rows' outcomes, and the session's reports; the tensor must be on the host."""
         stop, told = self.depth + 1, self.depth + len(RowOutcome._fields)
         values: list[list[int]] = self.packed_BX.tolist()
         rows = [RowOutcome(row[: row[stop] + 1], *row[stop:told]) for row in values]
@@ -49,15 +49,15 @@ class Outcome:
 
 @operation
 def conclude(draft: DraftTree, verdict: Verdict, tail_B2: Tensor, active_B: Tensor) -> tuple[Outcome, Tensor]:
-    """Return a round's outcome, and how many nodes of the path each row keeps, the root included: none of rows that idle.
+    """Return a round's outcome, and how many nodes of its path each row keeps, root included; 0 for idle rows.
 
     Parameters
     ----------
     draft : DraftTree
-        Riders included.
+        With its riders.
     verdict : Verdict
     tail_B2 : Tensor
-        The last two tokens of each text, moved on in place.
+        The last two tokens of each text; updated in place.
     active_B : Tensor
         Rows that take part.
     """
@@ -68,7 +68,7 @@ def conclude(draft: DraftTree, verdict: Verdict, tail_B2: Tensor, active_B: Tens
     tail_B2.copy_(recent_BX.gather(1, last_B2))
     branch_B = draft.branch(verdict.path_BD[:, min(1, draft.depth)])
     drafted_B = (draft.without_riders().tokens_BN[:, 1:] != NO_TOKEN).sum(1)
-    # What `RowOutcome` has beside tokens, in its order.
+    # The fields of `RowOutcome` after `tokens`, in order.
     numbers = (verdict.accepted_B, verdict.offered_B, verdict.fault_B, draft.longest(), branch_B, drafted_B)
     packed_BX = torch.cat([verdict.tokens_BD, *(number_B[:, None] for number_B in numbers)], dim=1)
     return Outcome(packed_BX, draft.depth), keep_B

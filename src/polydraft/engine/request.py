@@ -1,4 +1,4 @@
-"""What one call asks for: prompts in all their forms, and the options beside them."""
+"""What one call asks for: prompts in all their forms, and options."""
 
 import dataclasses
 import secrets
@@ -18,25 +18,25 @@ _BYTES = (bytes, bytearray, memoryview)
 
 
 def rows_of(prompts: Any) -> tuple[list[Any], bool]:
-    """Return prompts as a list, and whether they were a single one.
+    """Return prompts as a list, and whether there was just one.
 
     Parameters
     ----------
     prompts : str, token ids, or several of either
-        Token ids are whole numbers in a sequence, an array or a tensor; arrays and tensors of two axes hold several prompts.
+        Token ids are whole numbers in a sequence, an array or a tensor; arrays and tensors with two axes hold several prompts.
     """
     if isinstance(prompts, str):
         return [prompts], True
     found = _listed(prompts)
     if not found:
         raise UsageError("no prompt given; pass at least one")
-    # What is neither text nor a sequence is taken for a token, so that a wrong one is named.
+    # Anything that is neither text nor a sequence counts as a token, so that the error names a wrong one.
     several = isinstance(found[0], str | Sequence) or getattr(found[0], "ndim", 0) > 0
     return (found, False) if several else ([found], True)
 
 
 def token_ids(prompt: Any) -> list[int]:
-    """Return the token ids that a prompt consists of, refusing everything else: nothing is rounded or decoded."""
+    """Return a prompt's token ids; anything but whole numbers is refused, not rounded or decoded."""
     found: list[Any] = [one.item() if getattr(one, "ndim", None) == 0 else one for one in _listed(prompt)]
     for token in found:
         if isinstance(token, bool) or not isinstance(token, Integral):
@@ -56,7 +56,7 @@ def _listed(values: Any) -> list[Any]:
 
 
 class Options(TypedDict, total=False):
-    """Keyword arguments of `Decoder.generate` and `Decoder.stream`, which describe them."""
+    """Keyword arguments of `Decoder.generate` and `Decoder.stream`, documented there."""
 
     sampling: SamplingParams | Sequence[SamplingParams] | None
     max_new_tokens: int | Sequence[int]
@@ -69,7 +69,7 @@ class Options(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """The options of a call, checked and with defaults."""
+    """The options of a call, checked, with defaults filled in."""
 
     sampling: SamplingParams | Sequence[SamplingParams] | None = None
     max_new_tokens: int | Sequence[int] = 128
@@ -81,7 +81,7 @@ class Request:
 
     @classmethod
     def from_options(cls, options: Options) -> "Request":
-        """Check the names too: most wrong ones are sampling parameters, which have a place of their own."""
+        """Check the names as well: most wrong ones are sampling parameters, which belong in `SamplingParams`."""
         known = [field.name for field in dataclasses.fields(cls)]
         for name in options:
             if name in SamplingParams.__dataclass_fields__:
@@ -118,15 +118,15 @@ class Request:
             )
 
     def row_params(self, rows: int) -> RowParams:
-        """Return the sampling parameters of each row, the default ones where none were given."""
+        """Return each row's sampling parameters; the defaults if none were given."""
         return RowParams(tuple(_spread("sampling", SamplingParams() if self.sampling is None else self.sampling, rows)))
 
     def row_limits(self, rows: int) -> list[int]:
-        """Return the most new tokens of each row."""
+        """Return each row's limit of new tokens."""
         return _spread("max_new_tokens", self.max_new_tokens, rows)
 
     def row_stops(self, rows: int) -> list[list[str]]:
-        """Return the stop strings of each row, empty ones left out."""
+        """Return each row's stop strings, without empty ones."""
         stop: Any = [self.stop] if isinstance(self.stop, str) else list(self.stop)
         if any(not isinstance(strings, str) for strings in stop):
             stop = [[strings] if isinstance(strings, str) else strings for strings in _spread("stop", stop, rows)]
@@ -135,7 +135,7 @@ class Request:
         return [[string for string in strings if string] for strings in stop]
 
     def seeds(self, rows: int) -> list[int]:
-        """Return the seed of each row; rows that share a given one get seeds of their own."""
+        """Return each row's seed; rows that share one get different seeds made from it."""
         assert self.seed is not None
         if isinstance(self.seed, int):
             return [row_seed(self.seed, row) for row in range(rows)]
@@ -143,13 +143,13 @@ class Request:
 
 
 def _given(value: Any) -> list[Any]:
-    """Return what was given for each prompt, or for all of them, as a list."""
-    value = value.tolist() if hasattr(value, "tolist") else value  # of numpy and torch
+    """Return one value for all prompts, or one for each, as a list."""
+    value = value.tolist() if hasattr(value, "tolist") else value  # numpy and torch
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str | bytes) else [value]
 
 
 def _spread(name: str, value: Any, rows: int) -> list[Any]:
-    """Give every row its own value, or all of them the one."""
+    """Return a value for each row: its own, or the one for all."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         return [value] * rows
     if len(value) != rows:

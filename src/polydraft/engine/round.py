@@ -19,66 +19,66 @@ from polydraft.verify import TargetDistributions, Walk
 from polydraft.verify.node import greedy_verdict
 
 _LOGITS_BYTES = 2**28
-"""Most room for the logits of a whole tree."""
+"""Most bytes for the logits of a whole tree."""
 _FEW_NODES = 16
 
 
 @dataclass(eq=False)
 class State(ByRow):
-    """All that rounds read and write: tensors that stay where they are from one round to the next."""
+    """All that rounds read and write: tensors that keep their addresses from round to round."""
 
     ROW_STATE = ("tail_B2", "active_B", "greedy_B")
 
     target: LanguageModel
     session: DraftSession
     memory: Memory
-    """The target's."""
+    """The target's cache."""
     warper: Warper
-    """Turns the target's logits into the distributions of the rows' sampling parameters."""
+    """Turns the target's logits into distributions, by the rows' sampling parameters."""
     tail_B2: Tensor
     """The last two tokens of each text; the second is pending."""
     active_B: Tensor
-    """Rows that take part."""
+    """Rows that take part in rounds."""
     greedy_B: Tensor
-    """Rows that take the likeliest token."""
+    """Rows at temperature 0."""
     watched: bool = False
-    """Whether the two fields below are kept for the host."""
+    """Whether to keep the two fields below for the host."""
     path_features_BDF: Tensor | None = None
-    """The target's, of the nodes that the last round's path goes through."""
+    """The target's features at the nodes of the last round's path."""
     tree: DraftTree | None = None
-    """The last round's."""
+    """The last round's tree."""
 
     def row_parts(self) -> Iterable[ByRow]:
-        """Return the warper; memory and session are the workspace's."""
+        """Return the warper; the workspace takes care of memory and session."""
         return (self.warper,)
 
     def use(self, params: RowParams) -> None:
-        """Take the parameters that the rows have from now on: there are more or fewer of them than before."""
+        """Set the rows' parameters after the number of rows has changed."""
         assign(self.greedy_B, params.greedy)
         self.warper.use(params)
 
 
 def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_tree: DraftTree | None = None) -> Outcome:
-    """Draft, score, verify and commit, without a look at the values: a function of tensors that can be captured.
+    """Draft, score, verify and commit without looking at values: a function of tensors that can be captured.
 
     Parameters
     ----------
     state : State
-        Its memories, `tail_B2` and what the session keeps are moved on in place.
+        Updated in place.
     walk : Walk
     uniforms_BU : Tensor
         The session's random numbers, then the walk's.
     stats : Stats
-        Its clocks run; they mean something only where rounds are not captured.
+        Times the phases; meaningless if the round is being captured.
     host_tree : DraftTree, optional
-        What the host has proposed already.
+        What the host has already proposed.
     """
     session, target_context = state.session, state.memory.context
     own_BU, walk_BU = uniforms_BU[:, : session.num_uniforms], uniforms_BU[:, session.num_uniforms :]
     with stats.clock("draft"):
         draft = session.propose(state.tail_B2, own_BU, host_tree)
     foreseen = state.warper.params.has_processors and not is_host(state.target.device)
-    paths = draft.without_riders().paths().tolist() if foreseen else []  # before the pass is launched, or it is waited for
+    paths = draft.without_riders().paths().tolist() if foreseen else []  # copied before the pass, so as not to wait for it
     with stats.clock("target"):
         features_BNF = target_context.extend(draft.tokens_BN, draft.block())
     with stats.clock("verify"):
@@ -86,7 +86,7 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
             state.warper.foresee(paths)
         candidates = draft.without_riders()
         nodes = candidates.tokens_BN.shape[1]
-        # A long path is one that is likely to be followed: n-grams, and what a request predicts.
+        # A tree that is one path (n-grams, a predicted output) is likely to be followed to its end.
         target_distributions = distributions(state, features_BNF[:, :nodes], draft.reach == nodes - 1)
         verdict = walk.run(session.scheme, candidates, target_distributions, walk_BU)
         if state.warper.params.mixed:
@@ -103,10 +103,10 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
 
 
 def distributions(state: State, features_BNF: Tensor, likely: bool = False) -> TargetDistributions:
-    """Return the target's distributions at the nodes, as the walk asks for them; `likely` if it may well visit them all."""
+    """Return the target's distributions at the nodes; `likely` says that the walk will probably visit all of them."""
     batch_size, nodes, _ = features_BNF.shape
-    # The output head is large: reading it once for all nodes is cheaper than once for each node that is visited, as long
-    # as multiplying is cheaper than reading: with matrix units (half precision), or for few nodes.
+    # Reading the large output head once for all nodes beats reading it for each visited node if multiplying is cheaper than
+    # reading: with matrix units (half precision), or for few nodes.
     cheap = features_BNF.dtype in (torch.bfloat16, torch.float16) or nodes <= _FEW_NODES or likely
     small = 4 * batch_size * nodes * state.target.vocab_size <= _LOGITS_BYTES
     return TargetDistributions(features_BNF, state.target.head, state.warper, whole=cheap and small)

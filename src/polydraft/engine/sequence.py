@@ -1,4 +1,4 @@
-"""One text in progress: its prompt, its parameters, its tokens so far, and where it ends."""
+"""One text in progress: its prompt, parameters, tokens so far, and where it ends."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,21 +25,21 @@ class StopReason(StrEnum):
     """The model's context is full."""
     CANCELLED = "cancelled"
     FAILED = "failed"
-    """Where texts fail alone: the model, or a logits processor, gave nothing to go on with."""
+    """The model or a logits processor failed; only in engines that isolate failures."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One token of a stream, as soon as it is certain."""
+    """One token of a stream."""
 
     row: int
     token_id: int
     text: str
-    """Text that became certain with this token; may be empty while a character or a stop string is incomplete."""
+    """Text released with this token; may be empty while a character or a stop string is incomplete."""
     source: str
     """`"target"`, or the name of the drafter that proposed it."""
     round: int
-    """Which round, so which target pass, made it certain; counted from 0."""
+    """Number of the round, and so of the target pass, that emitted it; from 0."""
     stop_reason: StopReason | None = None
     """Set on the last token of a row."""
 
@@ -50,13 +50,13 @@ class Generation:
 
     text: str
     token_ids: list[int]
-    """New tokens; an end-of-text token that ended it is included."""
+    """New tokens, the end-of-text token that ended the text included."""
     sources: list[str]
     stop_reason: StopReason
     stats: Stats
-    """Of the whole batch this text was made in."""
+    """Of the whole batch."""
     settings: dict[str, Any] = field(default_factory=dict)
-    """What it was made with, the seed included."""
+    """Settings that reproduce the text, the seed included."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,21 +64,21 @@ class Emitted:
     """New tokens of one sequence from one round."""
 
     row: int
-    """Which sequence, as its caller counts them."""
+    """The sequence's number, as its caller counts them."""
     token_ids: list[int]
     sources: list[str]
     """Who proposed each token."""
     pieces: list[str]
-    """Text that became certain with each token."""
+    """Text released with each token."""
     stop_reason: StopReason | None
     logprobs: list[TokenLogprob] = field(default_factory=list)
-    """Of each token, where they were asked for."""
+    """Of each token, if asked for."""
     accepted: int = 0
-    """Drafted tokens that the round accepted, before anything was cut off at an end."""
+    """Drafted tokens that the round accepted, before the text was cut at its end."""
     drafted: int = 0
-    """Candidates that it had."""
+    """Candidates of the round."""
     tree: list[tuple[int, int]] = field(default_factory=list)
-    """Its candidates, where they were asked for: parent and token of each, the root first."""
+    """The candidates, if asked for: parent and token of each, root first."""
 
 
 class SequenceOptions(TypedDict, total=False):
@@ -96,54 +96,54 @@ class SequenceOptions(TypedDict, total=False):
 
 @dataclass(eq=False, kw_only=True)
 class TokenSequence:
-    """One text of a request; all ends of text are decided here. `Decoder.sequence` makes them."""
+    """One text of a request; decides where the text ends. Made by `Decoder.sequence`."""
 
     row: int = 0
-    """Which one of its caller's."""
+    """Its number, as the caller counts."""
     prompt: Sequence[int]
     params: SamplingParams
-    """As asked for; rounds use `row_params`."""
+    """As requested; rounds use `row_params`."""
     generator: torch.Generator
-    """Of its own: a text depends neither on its slot nor on its company."""
+    """Its own, so that a text depends neither on its slot nor on other texts."""
     max_new_tokens: int
-    """With 0 it ends as soon as its prompt is read."""
+    """With 0, it ends as soon as its prompt is read."""
     eos_token_ids: frozenset[int] = frozenset()
-    """The model's own; once it is made, all that end it."""
+    """Pass the model's; once the sequence is made, all tokens that end it."""
     assembler: TextAssembler = field(default_factory=lambda: TextAssembler(None, ()))
     """Turns tokens into text, and finds stop strings."""
     max_positions: int | None = None
     """Where the model's context ends."""
     stops_after: Callable[[Sequence[int]], bool] | None = None
-    """Whether the caller will end it after a given text, if that is known beforehand."""
+    """Whether the caller will end the text after these tokens, if it can tell in advance."""
     steady: bool = True
-    """Whether its trees, and so what a seed gives, may not depend on how many others there are."""
+    """Whether its trees must not depend on how many other texts there are, so that a seed gives the same text."""
     traced: bool = False
-    """Whether to show its trees."""
+    """Whether to report its trees."""
     top_logprobs: int | None = None
-    """How many of the likeliest tokens to tell beside each one's log-probability; None for no log-probabilities."""
+    """How many of the likeliest tokens to report beside each token's log-probability; None for no log-probabilities."""
     prompt_top_logprobs: int | None = None
-    """The same of the prompt's tokens, which are then read from the first, whatever is known of them."""
+    """The same for the prompt's tokens; the whole prompt is then read, cached or not."""
     space: str | None = ""
-    """Whose texts may share its beginning, where an engine keeps some: those of the same space; None for no others."""
+    """Texts with the same space may share cached prefixes; None shares none."""
     cached: int = field(init=False, default=0)
-    """Tokens of its prompt that the target need not read."""
+    """Prompt tokens found in the cache."""
     turn: int | None = field(init=False, default=None)
-    """How many others an engine had let in before it."""
+    """How many sequences the engine had admitted before it."""
     row_state: Any = field(init=False, default=None)
-    """What was kept of it beside its memory, where it gave that up for others (docs/decisions/064) and waits for its return."""
+    """State of its row, while it is evicted and waits for memory (docs/decisions/064)."""
     row_params: SamplingParams = field(init=False)
-    """The same, with the tokens that end it, and logits processors that are not asked what follows the end."""
+    """`params`, with all end tokens, and with logits processors that are not called beyond the end."""
     tokens: list[int] = field(init=False)
     """Prompt and new tokens."""
     sources: list[str] = field(init=False, default_factory=list)
     """Who proposed each new token."""
     stop_reason: StopReason | None = field(init=False, default=None)
     failure: Exception | None = field(init=False, default=None)
-    """Why it failed."""
+    """Why it failed, if it did."""
     prompt_logprobs: list[TokenLogprob] = field(init=False, default_factory=list)
-    """Of each token of the prompt but the first, which follows nothing; complete before the first new token."""
+    """Of each prompt token but the first; complete before the first new token."""
     speculation: Speculation = field(init=False, default_factory=Speculation)
-    """What drafting did for it."""
+    """What drafting did for this text."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -167,12 +167,12 @@ class TokenSequence:
 
     @property
     def end(self) -> int:
-        """The length that it may not exceed."""
+        """Its largest allowed length, prompt included."""
         end = len(self.prompt) + self.max_new_tokens
         return end if self.max_positions is None else min(end, self.max_positions)
 
     def is_over(self, text: Sequence[int]) -> bool:
-        """Whether this text, a continuation of the certain one, has ended, so that what follows does not matter."""
+        """Whether this continuation of the text so far has reached an end, so that what follows does not matter."""
         if self.done or len(text) >= self.end:
             return True
         further = text[len(self.tokens) :]
@@ -196,7 +196,7 @@ class TokenSequence:
         kept, pieces = list[int](), list[str]()
         for token in tokens:
             kept.append(token)
-            piece = "" if token in self.eos_token_ids else self.assembler.add(token)  # no part of the text
+            piece = "" if token in self.eos_token_ids else self.assembler.add(token)
             if token in self.eos_token_ids:
                 self.stop_reason = StopReason.EOS
             elif self.assembler.stopped:
@@ -212,13 +212,13 @@ class TokenSequence:
         return Emitted(self.row, kept, list(sources[: len(kept)]), pieces, self.stop_reason)
 
     def fail(self, error: Exception) -> Emitted:
-        """End for a failure, keeping the tokens so far."""
+        """End because of a failure, keeping the tokens so far."""
         self.assembler.finish()
         self.stop_reason, self.failure = StopReason.FAILED, error
         return Emitted(self.row, [], [], [], self.stop_reason)
 
     def cut(self, reason: StopReason, new_tokens: int) -> list[str]:
-        """End from outside (a criterion, a cancellation), keeping that many new tokens; return the sources of the others."""
+        """End from outside, keeping the first `new_tokens` new tokens; return the sources of the dropped ones."""
         dropped = self.sources[new_tokens:]
         del self.tokens[len(self.prompt) + new_tokens :]
         del self.sources[new_tokens:]

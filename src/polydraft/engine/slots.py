@@ -1,4 +1,4 @@
-"""Which text is in which row of a workspace, and how many rows rounds have."""
+"""Which text is in which row of a workspace, and how many rows a round has."""
 
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Sequence
@@ -12,23 +12,23 @@ from polydraft.models.prefixes import BLOCK, Prefixes
 from polydraft.sampling import Noise
 
 _ROUNDS = 2
-"""That a new text finds memory for: one may be launched before the outcome of another is known."""
+"""Rounds for which a new text needs memory: one may be launched before the last one's outcome is known."""
 
 
 class Slots:
-    """The rows of a workspace, each with a text at work, one that has ended, or none.
+    """The rows of a workspace: each has a running text, one that has ended, or none.
 
-    Rounds cost what their rows cost. So an elastic workspace has about as many rows as there are texts at work, which move
-    to the first slots when others end (docs/decisions/046-rounds-have-the-rows-they-need.md). What others may need of a text
-    that has ended is not in its slot, but among the prefixes (docs/decisions/063-beginnings-are-found-by-content.md).
+    A round costs what its rows cost, so an elastic workspace has about as many rows as there are running texts: these move to
+    the first slots when others end (docs/decisions/046-rounds-have-the-rows-they-need.md). What an ended text leaves for
+    others is not in its slot but in the prefix cache (docs/decisions/063-beginnings-are-found-by-content.md).
 
     Parameters
     ----------
     workspace : Workspace
     elastic : bool
-        Let the number of slots follow that of texts.
+        Let the number of slots follow the number of texts.
     prefixes : Prefixes, optional
-        Where to find beginnings of texts that others have read, and to keep those of these texts.
+        Cache of prompt prefixes, shared between texts.
     """
 
     def __init__(self, workspace: Workspace, *, elastic: bool, prefixes: Prefixes | None) -> None:
@@ -36,20 +36,20 @@ class Slots:
         self._prefixes = prefixes if workspace.memory.context.portable else None
         self.most = len(workspace.asked)
         self.sequences: list[TokenSequence | None] = [None] * len(workspace.params)
-        self.known: dict[int, int] = {}
-        """Slots whose prompts are not read to their ends yet, and how many tokens of them the memories may know."""
+        self.reading: dict[int, int] = {}
+        """Slots whose prompts are still being read, and up to which token."""
         self.noise = Noise([torch.Generator() for _ in self.sequences], workspace.target.device)
-        """Random numbers of the texts at work."""
+        """Random numbers of the running texts."""
         self._turns = itertools.count()
 
     @property
     def recalls(self) -> bool:
-        """Whether a new text finds the known part of its own beginning in its slot, and nothing of the slot's last text."""
+        """Whether a new text's cached prefix is pasted into its slot, in place of the slot's last text."""
         return self._prefixes is not None
 
     @property
     def sizes(self) -> list[int]:
-        """Numbers of slots that rounds may have, largest first."""
+        """How many slots rounds may have, largest number first."""
         return self._workspace.sizes if self._elastic and self._workspace.has_graphs else [self.most]
 
     def __len__(self) -> int:
@@ -66,25 +66,25 @@ class Slots:
         return (sequence for sequence in self.sequences if sequence is not None and not sequence.done)
 
     def free(self) -> list[int]:
-        """Return slots that a text may be let into."""
+        """Return the slots that can take a text."""
         return [slot for slot, sequence in enumerate(self.sequences) if sequence is None or sequence.done]
 
     def active(self) -> list[bool]:
-        """Say which slots take part in rounds: those of running texts whose prompts are read."""
+        """Say which slots take part in rounds: those of running texts whose prompts have been read."""
         return [
-            sequence is not None and not sequence.done and slot not in self.known
+            sequence is not None and not sequence.done and slot not in self.reading
             for slot, sequence in enumerate(self.sequences)
         ]
 
     def texts(self) -> list[Sequence[int]]:
-        """Return what the memories should hold, as far as it is known to them."""
+        """Return each slot's text as far as the caches should hold it."""
         texts = [NO_TEXT if sequence is None else sequence.tokens for sequence in self.sequences]
-        return [text[: self.known[slot]] if slot in self.known else text for slot, text in enumerate(texts)]
+        return [text[: self.reading[slot]] if slot in self.reading else text for slot, text in enumerate(texts)]
 
     def take(self, sequence: TokenSequence, free: list[int]) -> tuple[int, int]:
-        """Let a text into a free slot; return it, and how many tokens of the prompt the memories know there already."""
+        """Put a text into a free slot; return the slot, and how many tokens of the prompt its caches already hold."""
         slot, known = free.pop(0), 0
-        self.known.pop(slot, None)
+        self.reading.pop(slot, None)
         self.sequences[slot] = sequence
         if self._prefixes is not None:
             known = self._workspace.recall(slot, _sought(sequence), sequence.space, self._prefixes)
@@ -95,7 +95,7 @@ class Slots:
         return slot, known
 
     def can_take(self, sequence: TokenSequence) -> bool:
-        """Whether there is memory for a text, as far as its pool says. Those that are owed some come before new ones."""
+        """Whether the pool has memory for a text; evicted texts come before new ones."""
         pool = self._workspace.pool
         if pool is None:
             return True
@@ -104,7 +104,7 @@ class Slots:
         return self._workspace.room(*self._wants(sequence)) <= pool.free
 
     def hold(self, slot: int, sequence: TokenSequence) -> bool:
-        """Have memory in a free slot for a text that is to be taken there; return whether there is."""
+        """Reserve memory in a free slot for a text; return whether there was enough."""
         if not self.can_take(sequence):
             return False
         held = self._workspace.hold(slot, *self._wants(sequence))
@@ -113,12 +113,12 @@ class Slots:
         return held
 
     def _wants(self, sequence: TokenSequence) -> tuple[int, int]:
-        """Return for what length, and how many rounds more, a text must find memory: to its end if it had to give some up."""
+        """Return the length, and the number of further rounds, for which a text needs memory; evicted ones, up to their end."""
         owed = self._workspace.pool is not None and sequence in self._workspace.pool.owed
         return sequence.end if owed else len(sequence.tokens), _ROUNDS
 
     def have_room(self, rounds: int) -> bool:
-        """Have memory for so many rounds of the texts at work; return whether there is enough."""
+        """Reserve memory for `rounds` more rounds of the running texts; return whether there was enough."""
         if self._workspace.pool is None:
             return True
         works = zip(self.sequences, self.active(), strict=True)
@@ -126,15 +126,15 @@ class Slots:
             self._workspace.hold(slot, len(one.tokens), rounds) for slot, (one, active) in enumerate(works) if one and active
         )
 
-    def put_back(self) -> TokenSequence:
-        """Take the youngest text out of its slot, whose memory others need, and return it."""
+    def evict(self) -> TokenSequence:
+        """Evict the youngest text, whose memory others need, and return it."""
         pool = self._workspace.pool
         assert pool is not None
         texts = [(one.turn, slot) for slot, one in enumerate(self.sequences) if one is not None and not one.done]
         slot = max(texts)[1]
         sequence = self.sequences[slot]
         assert sequence is not None
-        if slot in self.known:
+        if slot in self.reading:
             sequence.prompt_logprobs.clear()
         else:
             self.keep([slot])
@@ -144,8 +144,8 @@ class Slots:
         self.vacate(slot)
         return sequence
 
-    def come_back(self, slot: int) -> None:
-        """Let a text that had to give its memory up, and has been read again, go on as if nothing had been."""
+    def restore(self, slot: int) -> None:
+        """Restore the row of an evicted text that has been read again, so that it goes on as if nothing had happened."""
         sequence = self.sequences[slot]
         if sequence is not None and sequence.row_state is not None:
             of_workspace, of_noise = sequence.row_state
@@ -154,16 +154,16 @@ class Slots:
             sequence.row_state = None
 
     def rest(self) -> None:
-        """Give back the memory of slots without texts; texts that have ended leave theirs."""
+        """Give back the memory of slots without texts."""
         if self._workspace.pool is not None:
             for slot, sequence in enumerate(self.sequences):
                 if sequence is None:
                     self._workspace.rest(slot)
 
     def awaits(self, sequence: TokenSequence) -> bool:
-        """Whether to wait until another text is read, because more of this text's prompt is known then.
+        """Whether a text should wait for another prompt to be read, because the two share a prefix.
 
-        If the other prompt is much longer than what they share, reading both side by side takes less time.
+        If the other prompt is much longer than the shared part, reading both side by side is faster.
         """
         if self._prefixes is None or sequence.space is None:
             return False
@@ -175,7 +175,7 @@ class Slots:
         return best > 0 and best > self._prefixes.known(self._workspace.memory.context, sequence.space, wanted)
 
     def keep(self, slots: Iterable[int]) -> None:
-        """Keep the texts of these slots for others that begin like them, after a round that found their numbers sound."""
+        """Put the texts of these slots into the prefix cache, after a round without faults."""
         for slot in slots:
             sequence = self.sequences[slot]
             if self._prefixes is not None and sequence is not None and sequence.space is not None:
@@ -184,19 +184,19 @@ class Slots:
     def vacate(self, slot: int) -> None:
         """Empty a slot."""
         self.sequences[slot] = None
-        self.known.pop(slot, None)
+        self.reading.pop(slot, None)
 
     def vacate_ended(self) -> None:
-        """Empty the slots of texts that have ended, where their memory is wanted back."""
+        """Empty the slots of ended texts if their memory comes from a pool."""
         for slot, sequence in enumerate(self.sequences if self._workspace.pool is not None else ()):
             if sequence is not None and sequence.done:
                 self.vacate(slot)
 
     def fit(self, waiting: Collection[TokenSequence]) -> tuple[range, bool]:
-        """Have about as many slots as there are texts; return those that are new, and whether their number has changed."""
+        """Match the number of slots to that of texts; return the new slots, and whether the number has changed."""
         before, rows = len(self.sequences), self.most  # the last run may have left fewer
         if self._elastic:
-            for slot in [slot for slot in self.known if slot in self.free()]:  # cancelled while their prompts were read
+            for slot in [slot for slot in self.reading if slot in self.free()]:  # cancelled while their prompts were read
                 self.vacate(slot)
             running = [slot for slot, one in enumerate(self.sequences) if one is not None and not one.done]
             rows = self._workspace.size_for(min(max(len(running) + len(waiting), 1), self.most))
@@ -206,16 +206,16 @@ class Slots:
         if rows == before:
             return range(0), False
         self.sequences = [*self.sequences, *([None] * rows)][:rows]
-        self.known = {slot: known for slot, known in self.known.items() if slot < rows}
+        self.reading = {slot: length for slot, length in self.reading.items() if slot < rows}
         self.noise.resize(rows, self.most)
         self._workspace.have_rows(rows)
         return range(before, rows), True
 
     def _gathered(self, rows: int, running: Sequence[int], left: int) -> int:
-        """Move texts at work to the first slots, if they can move and it pays; return how many slots there must be."""
+        """Move running texts to the first slots, if they can move and it pays; return how many slots are needed."""
         stay, go = [slot for slot in running if slot < rows], [slot for slot in running if slot >= rows]
         captured, pays = self._workspace.has_graphs, left >= self._workspace.worth(rows)
-        can_move = pays and not self.known and self._workspace.session.movable
+        can_move = pays and not self.reading and self._workspace.session.movable
         if (go and not can_move) or (captured and not pays):
             return len(self.sequences) if captured else go[-1] + 1
         lengths = [0 if one is None else len(one.tokens) for one in self.sequences]
@@ -228,6 +228,6 @@ class Slots:
 
 
 def _sought(sequence: TokenSequence) -> Sequence[int]:
-    """Return the text whose beginning need not be read again; none of a prompt that is to be seen as it is read."""
+    """Return the text to look up in the prefix cache; empty if the whole prompt must be read, for its log-probabilities."""
     seen = sequence.prompt_top_logprobs is not None and sequence.is_fresh
     return () if sequence.space is None or seen else sequence.tokens

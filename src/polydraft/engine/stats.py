@@ -1,4 +1,4 @@
-"""What happened, in numbers."""
+"""Counts and times of a run, and how fast prompts are read."""
 
 import time
 from collections import Counter
@@ -11,14 +11,14 @@ TARGET = "target"
 """Source of tokens that no draft proposed."""
 
 PHASES = ("prefill", "draft", "target", "verify", "commit", "graph")
-"""What time is spent on; `graph` is a whole round that is replayed from a capture."""
+"""What time is spent on; `graph` is a whole round replayed from a capture."""
 
 _ENDLESS, _LEAST_READ = 2**62, 16
-"""Prompt tokens to read: without a limit, and at least."""
+"""Prompt tokens that a step reads: without a limit, and at least."""
 
 
 def rest_line(resting: int, passes: int, why: str | None) -> str | None:
-    """Say that drafting rested in some passes, and why; None where it did not."""
+    """Say that drafting rested in some passes, and why; None if it did not."""
     return f"drafting rested in {resting} of {passes} passes: {why}" if resting else None
 
 
@@ -28,16 +28,16 @@ class Speculation:
 
     rounds: int = 0
     resting_rounds: int = 0
-    """Those of them in which nothing was drafted for it."""
+    """Rounds in which nothing was drafted."""
     rested_because: str | None = None
-    """Why, in the last of these; None for plain decoding."""
+    """Why nothing was drafted in the last such round; None for plain decoding."""
     drafted_tokens: int = 0
-    """Candidates of all its trees."""
+    """Candidates of all trees."""
     outcomes: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
-    """How many rounds had these arguments of `Stats.count`."""
+    """Number of rounds by outcome: the arguments of `Stats.count`."""
 
     def count(self, outcome: tuple[int, int, int, int], drafted: int, why_none: str | None = None) -> None:
-        """Add a round, and why nothing was drafted, if nothing was."""
+        """Count a round, and note why nothing was drafted in it, if nothing was."""
         self.rounds += 1
         if drafted == 0:
             self.resting_rounds += 1
@@ -47,7 +47,7 @@ class Speculation:
 
     @property
     def accepted(self) -> Counter[int]:
-        """How many rounds accepted so many candidates."""
+        """Number of rounds, by how many candidates they accepted."""
         found = Counter[int]()
         for (accepted, *_), rounds in self.outcomes.items():
             found[accepted] += rounds
@@ -60,7 +60,7 @@ class Speculation:
         return tokens / self.rounds if self.rounds else 0.0
 
     def stats(self) -> "Stats":
-        """Return what can be counted of one text of a batch, without times."""
+        """Return the text's own counts as `Stats`, without times."""
         found = Stats(rounds=self.rounds, candidates=self.drafted_tokens)
         for outcome, rounds in self.outcomes.items():
             for _ in range(rounds):
@@ -78,36 +78,36 @@ class Stats:
     new_tokens: int = 0
     """Tokens in the results, as the user sees them."""
     drafted_tokens: int = 0
-    """Those of them that came from a draft."""
+    """New tokens that were drafted."""
     tokens_by_source: Counter[str] = field(default_factory=Counter)
-    """The same by who proposed them: a draft, or one of the n-gram caches."""
+    """Drafted tokens by who proposed them: a draft, or one of the n-gram caches."""
     rounds: int = 0
     replayed_rounds: int = 0
-    """Rounds that ran as one captured CUDA graph; of beams, whose target pass did."""
+    """Rounds replayed from a CUDA graph; for beams, rounds whose target pass was."""
     rounds_ahead: int = 0
-    """Those of them that were launched before the outcome of the round before was known."""
+    """Replayed rounds that were launched before the last outcome was known."""
     passes: int = 0
     block_tokens: int = 0
-    """Tokens that the rounds yielded before anything was cut off at an end."""
+    """Tokens that the rounds yielded, before texts were cut at their ends."""
     offers_by_depth: list[int] = field(default_factory=list)
-    """How often a node at each depth was reached that had candidates."""
+    """How often a node with candidates was reached, by depth."""
     accepts_by_depth: list[int] = field(default_factory=list)
     candidates: int = 0
     """Candidates of all trees."""
     resting_passes: int = 0
     """Passes without candidates, although there is a drafter."""
     rested_because: str | None = None
-    """Why, in the last of these."""
+    """Why there were none in the last such pass."""
     path_tokens: int = 0
-    """Length of the longest drafted path, over all passes."""
+    """Lengths of the longest drafted path of each pass, added up."""
     wins_by_branch: list[int] = field(default_factory=list)
     """How often a path through each child of the root was accepted (Fig. 3 of improved-MCSD)."""
     accepts_by_branch: list[int] = field(default_factory=list)
-    """Accepted tokens of those paths."""
+    """Accepted tokens of these paths."""
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
     total_seconds: float = 0.0
     first_token_seconds: float | None = None
-    """From the call to the first new token of any row; on a GPU the first request of a kind also compiles and captures."""
+    """From the call to the first new token of any row; on a GPU, the first request of a kind also compiles and captures."""
 
     @property
     def tokens_per_pass(self) -> float:
@@ -122,7 +122,7 @@ class Stats:
 
     @property
     def accepted_share(self) -> float:
-        """The α of improved-MCSD: accepted length over the longest drafted path, another number than `acceptance_rate`."""
+        """The α of improved-MCSD: accepted length over the longest drafted path; not the same as `acceptance_rate`."""
         return (self.block_tokens - self.passes) / self.path_tokens if self.path_tokens else 0.0
 
     @property
@@ -134,16 +134,16 @@ class Stats:
 
     @property
     def decode_seconds(self) -> float:
-        """Time spent after the prompt was read."""
+        """Time after the prompts were read."""
         return max(self.total_seconds - self.seconds["prefill"], 0.0)
 
     @property
     def tokens_per_second(self) -> float:
-        """New tokens per second, reading the prompt not counted."""
+        """New tokens per second, not counting the time to read prompts."""
         return self.new_tokens / self.decode_seconds if self.decode_seconds > 0 else 0.0
 
     def saw_candidates(self, count: int, why_none: str | None) -> None:
-        """Add the candidates of one row's round, or why there were none; None for plain decoding."""
+        """Add the candidates of one row's round, or the reason why there were none; None for plain decoding."""
         self.candidates += count
         if count == 0 and why_none is not None:
             self.resting_passes += 1
@@ -151,34 +151,34 @@ class Stats:
 
     @property
     def rest_line(self) -> str | None:
-        """Say whether drafting rested, and why."""
+        """Says that drafting rested, and why; None if it did not."""
         return rest_line(self.resting_passes, self.passes, self.rested_because)
 
     def keep(self, sources: Sequence[str]) -> None:
-        """Add new tokens of a text, given where each came from."""
+        """Count new tokens of a text, given the source of each."""
         self.new_tokens += len(sources)
         drafted = [source for source in sources if source != TARGET]
         self.drafted_tokens += len(drafted)
         self.tokens_by_source.update(drafted)
 
     def drop(self, sources: Sequence[str]) -> None:
-        """Take back new tokens that were cut off again."""
+        """Take back new tokens that were cut off after all."""
         self.new_tokens -= len(sources)
         drafted = [source for source in sources if source != TARGET]
         self.drafted_tokens -= len(drafted)
         self.tokens_by_source.subtract(drafted)
 
     def count(self, accepted: int, offered: int, longest: int = 0, branch: int = -1) -> None:
-        """Add one row's round.
+        """Count one row's round.
 
         Parameters
         ----------
         accepted, offered : int
-            Nodes that were accepted, and nodes on their way that had candidates.
+            Accepted nodes, and nodes on the accepted path that had candidates.
         longest : int
             Length of the longest drafted path.
         branch : int
-            Which child of the root the accepted path goes through; -1 where nothing was accepted.
+            Which child of the root was accepted; -1 for none.
         """
         self.passes += 1
         self.path_tokens += longest
@@ -198,16 +198,16 @@ class Stats:
 
     @contextmanager
     def clock(self, phase: str) -> Iterator[None]:
-        """Add the time of a phase. On a GPU that is the time to queue its work; the host waits for the rest in `verify`.
+        """Time a phase. On a GPU that is the time to queue its work; the host waits for the results in `verify`.
 
-        Prompts are an exception: what the host waited for them counts as theirs, see `move_time`.
+        Prompts are an exception: `move_time` moves what the host waited for them to `prefill`.
         """
         start = time.perf_counter()
         yield
         self.seconds[phase] += time.perf_counter() - start
 
     def move_time(self, seconds: float, source: str, target: str) -> None:
-        """Let one phase have time that was counted for another."""
+        """Move time from one phase to another."""
         self.seconds[source] -= seconds
         self.seconds[target] += seconds
 
@@ -235,15 +235,15 @@ class Stats:
 
 
 class ReadingPace:
-    """How many tokens of prompts to read before the next round, by how long it took to read others.
+    """Decides how many prompt tokens to read before the next round, from how long reading took so far.
 
     Parameters
     ----------
     most : int, optional
-        Never more than these.
+        Upper limit.
     stall : float, optional
-        Seconds that reading may take while other texts wait, or as long as a round if that is more; any if not given. A pass
-        over few tokens may take as long as a round: by less than that, prompts would hardly get on.
+        Seconds that reading may take while other texts wait, but at least the time of a round: a pass over a few tokens may
+        take that long, and with less, prompts would hardly make progress. No limit if not given.
     """
 
     def __init__(self, most: int | None, stall: float | None) -> None:
@@ -255,21 +255,21 @@ class ReadingPace:
         """Seconds of a round."""
 
     def room(self, awaited: bool) -> int:
-        """Return how many tokens to read; `awaited` if others' texts go on only then."""
+        """Return how many tokens to read; `awaited` says that other texts wait for it."""
         if not awaited or self._stall is None or self._each is None:
             return self._most
         return min(max(int(max(self._stall, self._round) / self._each), _LEAST_READ), self._most)
 
     def read(self, tokens: int) -> None:
-        """Count tokens that are read."""
+        """Count tokens read in this step."""
         self._tokens += tokens
 
     def timed(self, total: float, step: float) -> None:
-        """Learn from the seconds that all prompts took so far, and those of the last step, reading included."""
+        """Learn from a step: seconds spent on prompts in total so far, and seconds of this step, prompts included."""
         seconds, self._before = total - self._before, total
         self._round = (self._round + max(step - seconds, 0.0)) / 2
         if self._tokens and seconds > 0:
             each = seconds / self._tokens
-            # What was slow once (it was compiled, the machine was busy) need not stay so; what was fast can be had again.
+            # A slow step (compilation, a busy machine) may be an exception; a fast one shows what is possible.
             self._each = each if self._each is None or each < self._each else (each + self._each) / 2
         self._tokens = 0

@@ -1,4 +1,4 @@
-"""Tokens as they become certain."""
+"""Tokens of a batch, as rounds emit them."""
 
 import threading
 from collections import deque
@@ -11,7 +11,7 @@ from polydraft.engine.stats import Speculation
 
 
 class Stream(Iterator[TokenEvent]):
-    """Tokens of a batch as they become certain; `close` or a `cancel` event ends it early."""
+    """Iterates over the tokens of a batch as rounds emit them; `close` or a `cancel` event ends it early."""
 
     def __init__(
         self, engine: Engine, sequences: Sequence[TokenSequence], settings: dict[str, Any], cancel: threading.Event | None
@@ -42,7 +42,7 @@ class Stream(Iterator[TokenEvent]):
                     self._queue.append(TokenEvent(one.row, token, one.pieces[index], one.sources[index], this_round, reason))
 
     def close(self) -> None:
-        """Stop generating; what is there so far stays in `results()`."""
+        """Stop generating; `results()` keeps the texts so far."""
         for sequence in self._sequences:
             if not sequence.done:
                 self.engine.end(sequence, StopReason.CANCELLED, len(sequence.sources))

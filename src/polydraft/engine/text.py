@@ -1,4 +1,4 @@
-"""Token by token to text, with stop strings."""
+"""Turning tokens into text one by one, with stop strings."""
 
 import copy
 from collections.abc import Collection, Sequence
@@ -9,7 +9,7 @@ _OVERLAP_TOKENS = 4
 
 
 class TextAssembler:
-    """Turn one row's tokens into text as it becomes certain.
+    """Turn one row's tokens into text.
 
     Text is held back while a character is incomplete or while it could be the beginning of a stop string.
 
@@ -17,10 +17,10 @@ class TextAssembler:
     ----------
     tokenizer : a Hugging Face tokenizer, or None to make no text
     stop : sequence of str
-        Strings that end the text; the text ends before the first one found. The string of a special token, which
-        leaves no text, stands for that token.
+        Stop strings: the text ends before the first one found. The string of a special token, which is not shown, stands for
+        that token.
     markers : collection of int
-        Special tokens that leave their text, too.
+        Special tokens to show in the text.
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], markers: Collection[int] = ()) -> None:
@@ -31,13 +31,13 @@ class TextAssembler:
         special = getattr(tokenizer, "all_special_tokens", ()) if self._stop else ()
         self._stop_tokens = {tokenizer.convert_tokens_to_ids(string) for string in self._stop if string in special}
         self._window: list[int] = []
-        """Tokens that are still decoded; those before it are in the settled text."""
+        """The last tokens, which are decoded again with each new one; those before are in the settled text."""
         self._settled_text = ""
         self._overlap = 0
-        """Characters at the window's beginning that are in the settled text already."""
+        """Characters at the window's beginning that are already in the settled text."""
         self._released = 0
         self.text = ""
-        """All text so far, held back or not; cut before the stop string once one is found."""
+        """All text so far, including what is held back; ends before the stop string once one is found."""
         self.stopped = False
 
     @property
@@ -51,19 +51,19 @@ class TextAssembler:
         return bool(self._stop)
 
     def fork(self) -> "TextAssembler":
-        """Return one that goes on from here by itself."""
+        """Return an independent copy."""
         fork = copy.copy(self)
         fork._window = self._window.copy()
         return fork
 
     def add(self, token: int) -> str:
-        """Take one more token and return the text that became certain."""
+        """Add a token and return the text to release with it."""
         if self._tokenizer is None:
             return ""
         if token in self._stop_tokens:
             self.stopped = True
             return self._release(len(self.text))
-        # Decoding from a little before the new token keeps this linear in the length of the text.
+        # Decoding only the last tokens keeps this linear in the length of the text.
         self._window.append(token)
         decoded = self._decode(self._window)
         self.text = self._settled_text + decoded[self._overlap :]
@@ -80,7 +80,7 @@ class TextAssembler:
         return self._release(len(self.text) - self._possible_stop())
 
     def finish(self) -> str:
-        """Return what was held back, at the end of the text."""
+        """Return the text that was held back; call it at the end."""
         return self._release(len(self.text))
 
     def _decode(self, tokens: Sequence[int]) -> str:
@@ -90,7 +90,7 @@ class TextAssembler:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=True))
 
     def _settle(self, window: list[int], decoded: str) -> None:
-        """Move the window on; a few tokens stay in it, because many tokenizers drop a space before the first one."""
+        """Drop the first half of the window, except for a few tokens: many tokenizers drop the space before the first one."""
         half = len(window) // 2
         seam = half + _OVERLAP_TOKENS
         head, overlap, rest = (self._decode(part) for part in (window[:seam], window[half:seam], window[half:]))
@@ -100,7 +100,7 @@ class TextAssembler:
             self._overlap = len(overlap)
 
     def _possible_stop(self) -> int:
-        """Length of the longest end of the text that begins a stop string."""
+        """Return the length of the longest suffix of the text that begins a stop string."""
         longest = min(max(map(len, self._stop), default=1) - 1, len(self.text))
         for length in range(longest, 0, -1):
             if any(string.startswith(self.text[-length:]) for string in self._stop if length < len(string)):

@@ -1,4 +1,4 @@
-"""What first requests would otherwise wait for: rounds are captured and timed beforehand."""
+"""Warm-up: capturing and timing rounds before the first requests, which would otherwise wait for it."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from polydraft.verify import Walk
 
 ROUNDS, NEW_TOKENS = 10, 64
-"""Rounds of each kind, which is captured when it comes for the second time and timed from then on; room for their tokens."""
+"""Rounds of each kind (captured in the second one, timed from then on), and room for their tokens."""
 USUAL_LENGTH = 512
 _SHORTEST_POWER = 5
 _SHORT = 2 * NEW_TOKENS
 _BEHIND = 8
-"""Tokens of a text that are known already."""
+"""Tokens of a text that are already cached."""
 
 
 def rehearse(
@@ -38,29 +38,29 @@ def rehearse(
     stopped: Callable[[], bool] = lambda: False,
     progress: Callable[[int], None] | None = None,
 ) -> None:
-    """Run rounds of all kinds, with all numbers of rows and for texts of all lengths, so that no request meets a new one.
+    """Run every kind of round, with every number of rows and for texts of all lengths, so that no request needs a new capture.
 
     Parameters
     ----------
     decoder : Decoder
         Makes the texts.
     engine : Engine
-        Without texts of its own.
+        Must have no texts.
     samplings : sequence of SamplingParams
-        Each is rehearsed by itself, and all of them side by side.
+        Rehearsed one by one, then all together in one batch.
     longest : int
-        Prompt and new tokens of the longest text.
+        Most tokens of a text, prompt included.
     groups : sequence of lists of prompts
-        To read, all of a group at once; see `groups_to_read`.
+        Prompts to read together, group by group; see `groups_to_read`.
     stopped : function
-        Asked after every round whether to stop.
+        Called after every round; True ends the rehearsal.
     progress : function, optional
-        Called with every length that is about to be tried.
+        Called with each length before it is tried.
     """
     target, new_tokens = decoder.target, min(NEW_TOKENS, longest - 1)
     casts = [[params] for params in samplings]
     if min(len(samplings), engine.slots.most) > 1:
-        casts.append(sorted(samplings, key=lambda one: one.temperature))  # so that two of them are mixed as well
+        casts.append(sorted(samplings, key=lambda one: one.temperature))  # sorted, so that two rows already mix greedy and not
 
     def texts(
         prompts: Sequence[Sequence[int]], cast: Sequence[SamplingParams], limit: int, space: str | None = None
@@ -90,7 +90,7 @@ def rehearse(
                 while number < kinds and not stopped():
                     sequences = texts([prompt] * rows, cast, new_tokens)
                     with _at_work(engine, sequences):
-                        engine.step()  # after which there are as many rows as there are texts
+                        engine.step()  # from here on there are as many rows as texts
                         last, kinds = engine.stats.rounds + ROUNDS, engine.session.num_kinds
                         with _only(engine, number):
                             while not engine.done and engine.stats.rounds < last and not stopped():
@@ -106,7 +106,7 @@ def rehearse(
 
 @contextmanager
 def _at_work(engine: "Engine", sequences: Sequence[TokenSequence]) -> Iterator[None]:
-    """Run an engine on some texts, and cancel those that have not ended."""
+    """Give an engine some texts, and cancel those that have not ended afterwards."""
     for sequence in sequences:
         engine.add(sequence)
     yield
@@ -117,7 +117,7 @@ def _at_work(engine: "Engine", sequences: Sequence[TokenSequence]) -> Iterator[N
 
 @contextmanager
 def _only(engine: "Engine", number: int) -> Iterator[None]:
-    """Make all rounds of one kind."""
+    """Make all rounds of one kind, see `DraftSession.rehearse`."""
     engine.session.rehearse(number)
     try:
         yield
@@ -126,26 +126,26 @@ def _only(engine: "Engine", number: int) -> Iterator[None]:
 
 
 def lengths_of(longest: int, device: torch.device) -> list[int]:
-    """Return the lengths of texts to rehearse, so that none up to `longest` meets anything new."""
-    if not captures(device):  # nothing there depends on the length, and reading takes its time
+    """Return the lengths of texts to rehearse, so that no text up to `longest` needs a new capture."""
+    if not captures(device):  # nothing depends on the length, and reading long prompts takes time
         return [min(longest - 1, _SHORT)]
-    # A capture serves up to the next power of two. Long ones first: captures are lost when memory grows.
+    # A capture serves up to the next power of two. Longest first: captures are lost when caches grow.
     powers = range((longest - 1).bit_length(), _SHORTEST_POWER, -1)
     return [min(2**power, longest - 1) for power in powers] or [longest - 1]
 
 
 def prompt_of(length: int, new_tokens: int, vocab_size: int) -> list[int]:
-    """Return a text that is `length` tokens long before its last new one."""
+    """Return a prompt whose text is `length` tokens long before its last new token."""
     return [token % vocab_size for token in range(max(length + 1 - new_tokens, 1))]
 
 
 def groups_to_read(
     longest: int, chunk: int, slots: int, vocab_size: int, device: torch.device, *, behind: int = _BEHIND
 ) -> list[list[list[int]]]:
-    """Return prompts to read together, of all sizes and counts, at the beginning of a text and behind `behind` tokens.
+    """Return groups of prompts for captured passes of all sizes and counts, from a text's start and after `behind` tokens.
 
-    Each group comes twice, as a pass is captured when it comes for the second time. The first one leaves what others are read
-    behind, where beginnings are kept; elsewhere a prompt is read behind its own first chunk.
+    Each group comes twice, because the second pass of a kind is captured. With a prefix cache, the very first group fills it
+    with the tokens that other prompts continue; without one, a prompt continues its own first chunk.
     """
     if not captures(device):
         return []
@@ -155,7 +155,7 @@ def groups_to_read(
         fitting = [size for size in READING_SIZES if size <= chunk and len(before) + size + 2 <= longest]
         for size, count in itertools.product(fitting * 2, READING_COUNTS):
             if reading_count(size, min(count, chunk // size)) == count <= slots:
-                # The last token of a prompt is not read but drafted behind.
+                # The last token of a prompt is pending, not read.
                 sizes = range(first + 1, first + 1 + count)
                 groups.append([[*before, *((own + place) % vocab_size for place in range(size + 1))] for own in sizes])
                 first += count
@@ -164,5 +164,5 @@ def groups_to_read(
 
 @operation
 def compiling_ahead(state: "State", walk: "Walk") -> AbstractContextManager[None]:
-    """Compile what a batch's first round needs while that round runs; a backend that compiles nothing does nothing."""
+    """Compile a batch's kernels in other threads while its first round runs; does nothing without a backend that compiles."""
     return nullcontext()

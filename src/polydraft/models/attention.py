@@ -1,4 +1,4 @@
-"""Attention from the tokens of a tree to their text, and which of torch's own attention kernels passes may use."""
+"""Attention from the tokens of a tree to their text, and a switch for torch's own attention kernels."""
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
@@ -28,25 +28,25 @@ def tree_attention(
     Parameters
     ----------
     query_BHTC : Tensor
-        Queries of T tree tokens; any strides, channels side by side.
+        Queries of T tree tokens; any strides, but adjacent channels.
     key_BHSC, value_BHSC : Tensor
-        One layer of a `SlotCache`, the tokens' own keys and values already in it. H divides the queries' number of heads
+        One layer of a `SlotCache`, already with the tokens' own keys and values. H divides the queries' number of heads
         (grouped-query attention). Slots past `lengths_B + U` may hold anything but NaN.
     lengths_B : Tensor
         Committed tokens per row, on the device.
     visible_BTU : Tensor
-        Which of the uncommitted places, slots `lengths_B + u`, each token sees. Rows may be expanded.
+        Which uncommitted places (slots `lengths_B + u`) each token sees. Rows may be expanded.
     scale : float
-        Of the products of queries and keys.
+        Factor for the products of queries and keys.
     max_length : int
         Most committed tokens of any row, now and in later replays of a capture.
     starts_BT : Tensor, optional
-        First committed slot that each token sees (sliding windows); all of them if not given.
+        First committed slot that each token sees (sliding windows); all slots if not given.
 
     Returns
     -------
     Tensor
-        `[B, H, T, C]`, of a token that sees nothing undefined.
+        `[B, H, T, C]`; undefined for tokens that see nothing.
     """
     group = query_BHTC.shape[1] // key_BHSC.shape[1]
     slot_S = torch.arange(key_BHSC.shape[2], device=lengths_B.device)
@@ -68,7 +68,7 @@ def tree_attention(
 
 
 class _WithoutPlans(AbstractContextManager[None]):
-    """cuDNN's attention is off while any thread is inside; torch keeps one switch for all of them."""
+    """Turns cuDNN's attention off while any thread is inside; torch has one switch for all threads."""
 
     def __init__(self) -> None:
         self._lock, self._inside, self._before = threading.Lock(), 0, True
@@ -93,8 +93,8 @@ _WITHOUT_PLANS = _WithoutPlans()
 
 
 def steady_attention(device: torch.device) -> AbstractContextManager[None]:
-    """Leave cuDNN's attention out, for a while: it takes 0.1 to 1.3 s to plan for every length that it has not met before.
+    """Return a context without cuDNN's attention, which takes 0.1 to 1.3 s to plan for every new length.
 
-    Once it has planned, it reads a prompt within 10 % of what the others take (docs/log), and prompts come in all lengths.
+    Once planned, it takes within 10 % of the others' time to read a prompt (docs/log), and prompts come in all lengths.
     """
     return _WITHOUT_PLANS if captures(device) else nullcontext()

@@ -1,4 +1,4 @@
-"""Memory that texts take as they grow, at addresses that stay: each row has room for the longest text, of which little is real.
+"""Memory that texts take block by block as they grow: a row has addresses for the longest text, and memory behind few of them.
 
 See docs/decisions/064-memory-by-blocks-is-virtual-memory.md.
 """
@@ -14,36 +14,36 @@ from torch import Tensor
 from polydraft.rows import swap
 
 _TOKENS = 32
-"""Of a block on a host."""
+"""Tokens per block on a host."""
 SWAPPED_NUMBERS = 2**24
-"""Keys or values that a swap of two rows holds aside at a time."""
+"""Most numbers that a swap of two rows copies aside at a time."""
 _NO_RESERVE = 0x4000
-"""Linux's MAP_NORESERVE, which Python's `mmap` does not name yet: the system keeps nothing back for pages never written."""
+"""Linux's MAP_NORESERVE, which Python's `mmap` does not name yet: the system reserves nothing for pages never written."""
 
 
 class Pool:
-    """Bytes that texts share, whatever holds them: several models' keys and values, of several batches.
+    """A budget of bytes that texts share: the keys and values of several models and batches.
 
     Parameters
     ----------
     size : int
-        Bytes that all of them may take.
+        Bytes that all texts together may take.
     """
 
     def __init__(self, size: int) -> None:
         self.size, self.used = size, 0
         self.idle = self.least = 0
-        """Bytes that slots without texts take, and bytes with which any text, once it is the only one, comes to its end."""
+        """Bytes that slots without texts take, and bytes that are enough for any single text."""
         self.put_back = 0
-        """How often a text had to give its memory up for others."""
+        """How often a text was evicted, because others needed its memory."""
         self.owed: WeakSet[Any] = WeakSet()
-        """Texts that did and wait for memory: they come before new ones."""
+        """Evicted texts that wait for memory; they come before new ones."""
         self.spare: Any = None
-        """Memory of a device that was given back, for the next who takes some."""
+        """Device memory that was given back, to be taken again."""
 
     @property
     def free(self) -> int:
-        """Bytes that can still be taken."""
+        """Bytes left."""
         return self.size - self.used
 
     @property
@@ -52,7 +52,7 @@ class Pool:
         return max(self.used - self.idle, 0) / max(self.size - self.idle, 1)
 
     def take(self, nbytes: int) -> bool:
-        """Take so many bytes; return whether there were enough."""
+        """Take this many bytes; return whether there were enough."""
         if nbytes > self.free:
             return False
         self.used += nbytes
@@ -64,7 +64,7 @@ class Pool:
         assert self.used >= 0, "more was given than taken"
 
     def shrink(self) -> None:
-        """Stay with what is taken: the device has no more.
+        """Limit the pool to what is already taken, because the device has no more.
 
         Raises
         ------
@@ -77,18 +77,18 @@ class Pool:
 
 
 class Blocks(ABC):
-    """Keys and values of a batch, of which each row has the first slots.
+    """Keys and values of a batch; each row has memory for its first slots.
 
     Parameters
     ----------
     pool : Pool
     rows : int
     slots : int
-        Of each row.
+        Slots per row.
     slot_bytes : int
-        Keys and values of all layers.
+        Bytes of a slot's keys and values in all layers.
     block_bytes : int
-        Each row takes whole blocks; slots may lie across their borders.
+        Rows take whole blocks; slots may cross their borders.
     """
 
     stored: tuple[Tensor, Tensor]
@@ -98,10 +98,10 @@ class Blocks(ABC):
         self.pool, self._slots = pool, slots
         self._slot_bytes, self._block_bytes = slot_bytes, block_bytes
         self._blocks = [0] * rows
-        """That each row has."""
+        """Blocks that each row has."""
 
     def row_bytes(self, slots: int) -> int:
-        """Return how many bytes a row with so many slots takes."""
+        """Return how many bytes a row with this many slots takes."""
         return self._count(slots) * self._block_bytes
 
     @property
@@ -114,7 +114,7 @@ class Blocks(ABC):
         return min(self._blocks[row] * self._block_bytes // self._slot_bytes, self._slots)
 
     def hold(self, row: int, slots: int) -> bool:
-        """Have at least so many slots in a row; return whether there was memory for them. What is in new ones is finite."""
+        """Get memory for at least this many slots of a row; return whether there was enough. New slots hold finite numbers."""
         before, wanted = self._blocks[row], self._count(slots)
         if wanted <= before:
             return True
@@ -130,7 +130,7 @@ class Blocks(ABC):
         return True
 
     def trim(self, row: int, slots: int) -> None:
-        """Give back what a row has beyond so many slots."""
+        """Give back a row's memory beyond this many slots."""
         before, wanted = self._blocks[row], self._count(slots)
         if wanted < before:
             self._blocks[row] = wanted
@@ -138,7 +138,7 @@ class Blocks(ABC):
             self.pool.give((before - wanted) * self._block_bytes)
 
     def swap(self, first: int, second: int) -> None:
-        """Swap two rows with what they hold."""
+        """Swap two rows with their contents."""
         self._swap(first, second)
         blocks = self._blocks
         blocks[first], blocks[second] = blocks[second], blocks[first]
@@ -148,11 +148,11 @@ class Blocks(ABC):
 
     @abstractmethod
     def _take(self, row: int, start: int, stop: int) -> bool:
-        """Get these blocks of a row; return whether the device has them."""
+        """Get memory for these blocks of a row; return whether the device had it."""
 
     @abstractmethod
     def _give(self, row: int, start: int, stop: int) -> None:
-        """Give these blocks of a row back."""
+        """Give the memory of these blocks of a row back."""
 
     @abstractmethod
     def _swap(self, first: int, second: int) -> None:
@@ -163,9 +163,9 @@ class Blocks(ABC):
 
 
 class HostBlocks(Blocks):
-    """Pages of a host, which the system provides when they are first written, and takes back when told.
+    """Memory on a host: the system provides pages when they are first written, and takes them back on request.
 
-    Each layer and head has its own slots side by side, as kernels want them.
+    The slots of each layer and head are adjacent, as kernels need them.
     """
 
     def __init__(self, pool: Pool, keys_BHTC: Tensor, values_BHTC: Tensor, layers: int, rows: int, slots: int) -> None:
@@ -189,7 +189,7 @@ class HostBlocks(Blocks):
             for slots_SC in (head_SC for layer_HSC in stored_LBHSC[:, row] for head_SC in layer_HSC):
                 begin = slots_SC[first].data_ptr() - base
                 end = begin + (last - first) * slots_SC.shape[1] * size
-                begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE  # of pages at the borders others have a part
+                begin = -(-begin // mmap.PAGESIZE) * mmap.PAGESIZE  # whole pages only: those at the borders are shared
                 if (length := end // mmap.PAGESIZE * mmap.PAGESIZE - begin) > 0:
                     memory.madvise(mmap.MADV_DONTNEED, begin, length)
 
@@ -198,11 +198,11 @@ class HostBlocks(Blocks):
         for stored_LBHSC in self.stored:
             swap_slots(stored_LBHSC, first, second, used)
         longer, shorter = (first, second) if self._blocks[first] > self._blocks[second] else (second, first)
-        self._give(longer, self._blocks[shorter], self._blocks[longer])  # where the shorter text is now
+        self._give(longer, self._blocks[shorter], self._blocks[longer])  # this row now holds the shorter text
 
 
 def swap_slots(stored_LBHSC: Tensor, first: int, second: int, used: int | None) -> None:
-    """Swap the first slots of two rows, all if not given, some layers at a time, so that long texts need little room."""
+    """Swap the first `used` slots of two rows (all if None), a few layers at a time, so that long texts need little room."""
     layers = max(SWAPPED_NUMBERS // max(stored_LBHSC[0, 0, :, :used].numel(), 1), 1)
     for start in range(0, len(stored_LBHSC), layers):
         some = slice(start, start + layers)
@@ -210,6 +210,6 @@ def swap_slots(stored_LBHSC: Tensor, first: int, second: int, used: int | None) 
 
 
 def _anonymous(nbytes: int) -> mmap.mmap:
-    """Return memory that takes room only where it is written."""
+    """Return memory of which only the pages that are written take up room."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return mmap.mmap(-1, nbytes, flags=flags | (_NO_RESERVE if hasattr(mmap, "MADV_HUGEPAGE") else 0))

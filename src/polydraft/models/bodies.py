@@ -1,10 +1,10 @@
 """Llama-shaped models in fewer operations, with the same weights and arithmetic.
 
-Half of a small model's time on a CPU, and most of it on a GPU, goes into launching some forty operations per layer. Here they
+Half of a small model's time on a CPU, and most of it on a GPU, is spent launching about forty operations per layer. Here there
 are sixteen: one product for queries, keys and values, one for both halves of the MLP, fused norms. The weights are the model's
-own, laid out side by side in memory; nothing is copied for keeps.
+own, placed next to each other in memory; no second copy stays.
 
-Backends run whole passes of such a body in one go (`fast_body`).
+Backends run whole passes of such a body at once (`fast_body`).
 """
 
 from abc import ABC, abstractmethod
@@ -27,43 +27,42 @@ _MODEL_TYPES = {"llama", "mistral", "qwen2"}
 
 
 class FastBody(ABC):
-    """The body of a model as a backend runs it: whole passes at once."""
+    """A model's body as a backend runs it: whole passes at once."""
 
     invariant: bool = False
-    """Whether each token gets the bits that it has alone."""
+    """Whether each token's features have the same bits as if it were computed alone."""
     variance: str | None = "the kernels for that run on GPUs"
-    """Why it does not get them, where it could not."""
+    """Why the body cannot be invariant; None if it can."""
     leaves_out: bool = False
-    """Whether a pass takes no time for tokens that its block does not keep; their features are 0."""
+    """Whether passes skip the tokens that their block does not keep; features of those are 0."""
     key_shape: tuple[int, int]
-    """Heads and channels of keys, and of values."""
+    """Heads and channels of keys, the same as of values."""
 
     @abstractmethod
     def extend(self, context: "HFContext", tokens_BT: Tensor, block: Block) -> Tensor | None:
-        """Do what `Context.extend` does; None where torch has to run this pass."""
+        """Do what `Context.extend` does; return None if torch has to run this pass."""
 
     def reading(self, context: "HFContext", count: int, size: int, most: int) -> Callable[[Tensor], Tensor] | None:
-        """Return a pass that reads prompts and can be captured; None where there is none.
+        """Return a pass that reads prompts and can be captured; None if there is none.
 
-        It takes `[count, 1 + size]` numbers: for each prompt the row that it belongs to and its next tokens. Rows have at most
-        `most` committed tokens.
+        It takes `[count, 1 + size]` numbers: each prompt's row and its next tokens. Rows have at most `most` committed tokens.
         """
         return None
 
     def product(self, input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
-        """Multiply inputs by weights as the body does."""
+        """Multiply inputs by weights in the way the body does."""
         return functional.linear(input_BTX, weight_FX, bias_F)
 
 
 @operation
 def fast_body(model: "HFModel", invariant: bool) -> FastBody | None:
-    """Return what runs whole passes of a model, invariant if that is asked for and can be; None: torch runs its layers."""
+    """Return a backend's body for a model, invariant if asked for and possible; None if torch has to run its layers."""
     return None
 
 
 @operation
 def kernel_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return why there are no GPU kernels for models in this number format on this device; None if there are."""
+    """Return why there are no GPU kernels for models with this dtype on this device; None if there are."""
     return f"the kernels for that run on GPUs, not on {device}"
 
 
@@ -84,9 +83,9 @@ class LeanBody:
         cache: SlotCache | None,
         taps: Sequence[int] = (),
     ) -> Tensor:
-        """Return the last hidden states, after the final norm, and beside them the outputs of the layers `taps`.
+        """Return the last hidden states, after the final norm, concatenated with the outputs of the layers `taps`.
 
-        Without a cache the tokens are whole texts, of which nothing is kept: each sees all before it.
+        Without a cache, the tokens are whole texts: each token sees all earlier ones, and nothing is kept.
         """
         hidden_BTF: Tensor = self.embedding(tokens_BT)
         cos_BTC, sin_BTC = self.rotary(hidden_BTF, position_ids=positions_BT)
@@ -106,7 +105,7 @@ W = TypeVar("W")
 
 
 class FusedLayer(Generic[W]):
-    """Weights of one layer, those of several products as one, which `join` makes of their layers, with the biases."""
+    """Weights of one layer, with several products fused into one: `join` makes a weight and a bias from their layers."""
 
     def __init__(self, layer: Any, index: int, join: Callable[[list[Any]], tuple[W, Tensor | None]]) -> None:
         attention, mlp = layer.self_attn, layer.mlp
@@ -121,7 +120,7 @@ class FusedLayer(Generic[W]):
 
 
 class LeanLayer(FusedLayer[Tensor]):
-    """One layer in the model's own number format, and what it computes."""
+    """One layer with weights in the model's own dtype, computed in torch."""
 
     def __init__(self, layer: Any, index: int) -> None:
         super().__init__(layer, index, _side_by_side)
@@ -157,28 +156,28 @@ class LeanLayer(FusedLayer[Tensor]):
 
 
 def is_llama_shaped(model: Any) -> bool:
-    """Whether a model has the layers that are understood here."""
+    """Whether a model has the layers that this module knows."""
     return model.config.model_type in _MODEL_TYPES and model.config.hidden_act == "silu"
 
 
 def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether hooks, of adapters say, work on some modules: code that passes these by would leave the hooks out."""
+    """Whether some modules have hooks (of adapters, say), which code that bypasses the modules would not run."""
     return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
 
 
 def is_product(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Whether a layer is a product of this kind and nothing more: no hooks, no adapter, no weights of a special type."""
+    """Whether a layer is a plain product of this kind: no hooks, no adapter, no special weight type."""
     unchanged = type(layer) is kind and "forward" not in vars(layer) and not has_hooks([layer])
     return unchanged and (kind is not nn.Linear or type(layer.weight) is nn.Parameter)
 
 
 def lean_body(model: Any) -> LeanBody | None:
-    """Return the lean form of a model's body, or None where its shape is not the one understood here."""
+    """Return the lean form of a model's body; None if this module does not know its shape."""
     body = model.base_model
     plain = (
         is_llama_shaped(model)
         and model.config._attn_implementation == "sdpa"
-        # Of other types are quantised weights, torchao's say, which cannot be put side by side.
+        # Other types are quantised weights (torchao's, say), which cannot be fused.
         and all(type(part) is nn.Linear and type(part.weight) is nn.Parameter for part in linears(body))
         # Weights made in inference mode cannot become views without breaking the model for its owner.
         and not any(parameter.is_inference() for parameter in body.parameters())
@@ -189,7 +188,7 @@ def lean_body(model: Any) -> LeanBody | None:
 
 
 def linears(body: Any) -> Iterator[nn.Module]:
-    """Yield what stands where a Llama-shaped body has linear layers: these, or what an adapter has put in their place."""
+    """Yield a Llama-shaped body's linear layers, or what an adapter has replaced them with."""
     for layer in body.layers:
         attention, mlp = layer.self_attn, layer.mlp
         yield from (getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj", "o_proj"))
@@ -201,7 +200,7 @@ def _rms_norm(hidden_BTF: Tensor, norm: Any) -> Tensor:
 
 
 def _side_by_side(linears: list[Any]) -> tuple[Tensor, Tensor | None]:
-    """Return weights and biases of several linear layers as one of each; the layers go on as views of them."""
+    """Fuse weights and biases of several linear layers into one of each; the layers become views of them."""
     biases = [linear.bias for linear in linears]
     return _fused([linear.weight for linear in linears]), None if biases[0] is None else _fused(biases)
 
@@ -209,7 +208,7 @@ def _side_by_side(linears: list[Any]) -> tuple[Tensor, Tensor | None]:
 def _fused(weights: list[Tensor]) -> Tensor:
     fused = adjacent(weights)
     if fused is None:
-        # Ordinary tensors even if the caller is in inference mode: the model's owner may go on to train it.
+        # Ordinary tensors even in inference mode: the model's owner may train it later.
         with torch.inference_mode(False):
             fused = torch.cat([weight.detach() for weight in weights])
         start = 0
@@ -220,7 +219,7 @@ def _fused(weights: list[Tensor]) -> Tensor:
 
 
 def adjacent(weights: list[Tensor]) -> Tensor | None:
-    """Return weights that already stand side by side in one storage, as an earlier call left them, as one matrix."""
+    """Return weights that are already adjacent in memory (fused by an earlier call) as one matrix; None if they are not."""
     first = weights[0].detach()
     end = first.data_ptr()
     for weight in weights:

@@ -1,7 +1,7 @@
-"""Blocks on NVIDIA GPUs: pages of physical memory, mapped where a row's next slots are to be.
+"""Blocks on NVIDIA GPUs: pages of physical memory, mapped to the addresses of a row's next slots.
 
-Kernels see one tensor whose addresses never change, so that captured passes stay valid, and bits are those of any other memory.
-Slots of a row follow each other with all that they hold of all layers, so that a page is a piece of one text.
+Kernels see one tensor whose addresses never change, so captured passes stay valid, and results have the same bits as with any
+other memory. A slot holds its keys and values of all layers, and a row's slots are adjacent, so a page belongs to one text.
 """
 
 import ctypes
@@ -19,25 +19,25 @@ from polydraft.errors import FailureError
 from polydraft.models.blocks import Blocks, HostBlocks, Pool
 
 _PAGE = 2**21
-"""Bytes: the least that these GPUs map."""
+"""Bytes of the smallest piece of memory that these GPUs map."""
 _OUT_OF_MEMORY = 2
 _SUPPORTS_VIRTUAL_MEMORY = 102
-"""Number of a device attribute."""
+"""The driver's number for this device attribute."""
 
 
 def open_blocks(pool: Pool, keys_BHTC: Tensor, values_BHTC: Tensor, layers: int, rows: int, slots: int) -> Blocks:
-    """Return room for keys and values like these, with no memory behind it but that of a first block."""
+    """Return blocks for keys and values like these, without memory except for a first block on a GPU."""
     kind = HostBlocks if is_host(keys_BHTC.device) else DeviceBlocks
     return kind(pool, keys_BHTC, values_BHTC, layers, rows, slots)
 
 
 def maps_memory(device: torch.device) -> bool:
-    """Whether memory can be had by blocks there."""
+    """Whether memory can be taken by blocks on this device."""
     if is_host(device):
         return True
     if not captures(device) or torch.version.hip is not None:
         return False
-    wait_for(device)  # until torch has set the driver up, this knows no device
+    wait_for(device)  # the driver knows no device before torch has initialised it
     found = ctypes.c_int()
     _call("cuDeviceGetAttribute", ctypes.byref(found), _SUPPORTS_VIRTUAL_MEMORY, _number(device))
     return bool(found.value)
@@ -46,25 +46,25 @@ def maps_memory(device: torch.device) -> bool:
 class DeviceBlocks(Blocks):
     """Pages of a GPU.
 
-    Mapping a page takes as long as computing a third of a token, so rows keep pages that they need no more until others need
-    them: the next text in the row finds them there.
+    Mapping a page takes as long as computing a third of a token, so rows keep pages they no longer need until others need them:
+    the next text in the row reuses them.
     """
 
     def __init__(self, pool: Pool, keys_BHTC: Tensor, values_BHTC: Tensor, layers: int, rows: int, slots: int) -> None:
         _, heads, _, channels = keys_BHTC.shape
-        assert values_BHTC.shape == keys_BHTC.shape, "keys and values lie side by side"
+        assert values_BHTC.shape == keys_BHTC.shape, "keys and values alternate in memory"
         slot = 2 * layers * heads * channels
         slot_bytes = slot * keys_BHTC.element_size()
         super().__init__(pool, rows, slots, slot_bytes, _PAGE)
         self._row_pages = -(-slots * slot_bytes // _PAGE)
         self._mapped = [0] * rows
-        """Pages that each row has, needed or not."""
+        """Mapped pages of each row, needed or not."""
         pool.spare = pool.spare or _Spare(keys_BHTC.device)
         self._spare: _Spare = pool.spare
         self._spare.owners.add(self)
         self._addresses = _Addresses(self._spare, rows * self._row_pages)
         self._bytes_X: Tensor | None = None
-        if not self.hold(0, 1):  # torch asks the driver whose the first byte is
+        if not self.hold(0, 1):  # mapped first, because torch asks the driver which device owns the first byte
             raise torch.OutOfMemoryError("too little GPU memory for keys and values")
         self._bytes_X = self._addresses.tensor()
         self._bytes_X[:_PAGE].zero_()
@@ -83,20 +83,20 @@ class DeviceBlocks(Blocks):
         self._addresses.put(first + start, handles)
         self._mapped[row] = stop
         if self._bytes_X is not None:
-            # Masked slots still meet 0 * value, and what was left here by others may not be numbers.
+            # Masked slots are still multiplied by 0, and recycled pages may hold NaNs.
             self._bytes_X[(first + start) * _PAGE : (first + stop) * _PAGE].zero_()
         return True
 
     def _give(self, row: int, start: int, stop: int) -> None:
-        """Keep them until others ask."""
+        """Keep the pages until `surrender`."""
 
     def surrender(self, count: int) -> list[int]:
-        """Return up to so many pages that rows have and do not need."""
+        """Unmap and return up to `count` pages that rows have but do not need."""
         found = list[int]()
         for row, (mapped, needed) in enumerate(zip(self._mapped, self._blocks, strict=True)):
             stay = max(mapped - (count - len(found)), needed)
             if stay < mapped:
-                wait_for(self._spare.device)  # rounds under way may still write there
+                wait_for(self._spare.device)  # rounds in flight may still write there
                 first = row * self._row_pages
                 found += self._addresses.empty(first + stay, first + mapped)
                 self._mapped[row] = stay
@@ -112,18 +112,18 @@ class DeviceBlocks(Blocks):
 
 
 class _Spare:
-    """Pages that no row has, and how to come by more."""
+    """Unused pages, and where to get more."""
 
     def __init__(self, device: torch.device) -> None:
-        wait_for(device)  # from here on the driver knows which device is meant
+        wait_for(device)  # initialises the driver
         self.device, self.number = device, _number(device)
         self.owners: WeakSet[DeviceBlocks] = WeakSet()
         self.handles: list[int] = []
         self._made = 0
-        """Pages that there are, here or with owners."""
+        """Pages created so far, unused or mapped."""
 
     def take(self, count: int, most: int) -> list[int] | None:
-        """Return so many pages, of which there are never more than `most`; None if the device has no more."""
+        """Return `count` pages, creating up to `most` in all; None if the device has no more."""
         while len(self.handles) < count and self._made < most and self._make():
             pass
         for owner in self.owners:
@@ -149,27 +149,27 @@ class _Spare:
 
 
 class _Addresses:
-    """Addresses for pages, and which pages are there. They last as long as any tensor that shows them."""
+    """A range of addresses, and the pages mapped there; it lives as long as any tensor over it."""
 
     def __init__(self, spare: _Spare, pages: int) -> None:
         self._spare, self._nbytes = spare, pages * _PAGE
         self._handles: dict[int, int] = {}
-        """By place."""
+        """Mapped pages, by place."""
         start = ctypes.c_uint64()
         _call("cuMemAddressReserve", ctypes.byref(start), self._nbytes, _PAGE, 0, 0)
         self._start = start.value
 
     def tensor(self) -> Tensor:
-        """Return all of them as bytes."""
+        """Return the whole range as bytes."""
         return torch.as_tensor(self, device=self._spare.device)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """What torch makes a tensor of."""
+        """Description of the range, from which torch makes a tensor."""
         return {"shape": (self._nbytes,), "typestr": "|u1", "data": (self._start, False), "version": 3}
 
     def put(self, start: int, handles: Sequence[int]) -> None:
-        """Put some pages side by side, from a place on."""
+        """Map pages next to each other, from place `start` on."""
         if not handles:
             return
         for place, handle in enumerate(handles, start=start):
@@ -179,7 +179,7 @@ class _Addresses:
         _call("cuMemSetAccess", self._at(start), len(handles) * _PAGE, ctypes.byref(access), 1)
 
     def empty(self, start: int, stop: int) -> list[int]:
-        """Take the pages away from these places, and return them."""
+        """Unmap the pages at these places, and return them."""
         for place in range(start, stop):
             _call("cuMemUnmap", self._at(place), _PAGE)
         return [self._handles.pop(place) for place in range(start, stop)]
@@ -230,7 +230,7 @@ def _driver() -> Any:
 
 
 def _call(name: str, *arguments: Any) -> bool:
-    """Call the CUDA driver, to which sizes, addresses and handles are 64 bits wide; return whether there was memory."""
+    """Call the CUDA driver, passing all numbers as 64 bits; return whether there was enough memory."""
     code = getattr(_driver(), name)(*(ctypes.c_uint64(one) if isinstance(one, int) else one for one in arguments))
     if code not in (0, _OUT_OF_MEMORY):
         raise FailureError(f"the GPU's driver refused {name} (error {code}); please report this")

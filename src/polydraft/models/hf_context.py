@@ -1,4 +1,4 @@
-"""The memory of a batch in a Hugging Face model: keys and values in slots, and the passes that fill them."""
+"""A batch's cache in a Hugging Face model: keys and values in slots, and the passes that fill them."""
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -18,19 +18,19 @@ if TYPE_CHECKING:
     from polydraft.models.hf import HFModel
 
 READING_SIZES = (32, 64, 96, 128, 192, 256, 384, 512)
-"""Tokens of captured passes that read a prompt: shorter parts are padded. None is longer: see `PREFILL_CHUNK`."""
+"""Sizes of captured passes that read prompts, in tokens; shorter chunks are padded, and `PREFILL_CHUNK` is the longest."""
 READING_COUNTS = (1, 2, 4)
 _MOST_TOGETHER = 256
-"""Prompts that such a pass may read, and how many tokens several of them may have together."""
+"""Numbers of prompts that one such pass may read, and most tokens of several prompts together."""
 
 
 def reading_size(tokens: int) -> int | None:
-    """Return the size of a captured pass that reads so many tokens of a prompt; None where there is none."""
+    """Return the size of the captured pass for this many tokens of a prompt; None if there is none."""
     return next((size for size in READING_SIZES if size >= tokens), None)
 
 
 def reading_count(size: int, waiting: int) -> int:
-    """Return how many prompts of so many tokens a captured pass reads, of those that wait."""
+    """Return how many of the `waiting` prompts one captured pass of this size reads."""
     most = max(_MOST_TOGETHER // size, 1)
     return max(count for count in READING_COUNTS if count <= min(waiting, most))
 
@@ -49,22 +49,22 @@ class HFContext(Context):
         self.model, self.num_tokens, self.window = model, model.vocab_size, model.window
         self.elastic = model.spread is None
         self.checked = False
-        """Whether a backend has found its weights in order since the last text began."""
+        """Whether a backend has checked its weights since the last text began."""
 
     def lend(self, pool: Pool) -> None:
-        """Let rows take memory from a pool: on a host, and where all passes are by kernels, which look at no others."""
+        """Let rows take memory from a pool; only on a host, or if kernels run all passes: they do not touch unmapped memory."""
         fast = self.model.fast
         if self.elastic and (is_host(self.device) or (fast is not None and fast.invariant and maps_memory(self.device))):
             self.cache.pool = pool
 
     def open(self) -> None:
-        """Have storage from now on, where a backend knows what it looks like."""
+        """Allocate the storage now, if a backend knows its shape."""
         if self.model.fast is not None:
             like_B = torch.empty(self.batch_size, dtype=self.model.dtype, device=self.device)
             self.cache.held(like_B, *self.model.fast.key_shape)
 
     def rewind(self, lengths: Sequence[int]) -> None:
-        """Cut rows to the given numbers of committed tokens."""
+        """Cut rows to these numbers of committed tokens."""
         super().rewind(lengths)
         self.checked = False
 
@@ -78,18 +78,18 @@ class HFContext(Context):
         size, used = tokens_BT.shape[1], visible_BTS.shape[2]
         aligned = self.aligned
         self.cache.aim(slots_BT, used - size if aligned else None, used)
-        # One token that sees everything needs no mask, which spares attention a slower path.
+        # A single token that sees everything needs no mask; attention is faster without one.
         plain = aligned and size == 1 and self.model.masks.all_visible
         mask = None if plain else self.model.masks(visible_BTS, positions_BT, self.positions_BS[:, :used])
         return self.model.forward(tokens_BT, positions_BT, mask, self.cache)
 
     def prefill(self, texts: Sequence[Sequence[int]], observer: Observer | None = None) -> None:
-        """Append tokens known beforehand to each row's committed text, showing their features to the observer.
+        """Append known tokens to each row's committed text, and show their features to the observer.
 
-        Short ones are read by captured passes where there are some, a few at a time: each pass reads all weights.
+        Short prompts are read by captured passes if possible, a few at a time, because each pass reads all weights.
         """
         rest = list(texts)
-        # All groups before the first is read: one that was has text, and would be among those that go on.
+        # All groups are made before the first is read, because reading changes which texts have begun.
         for rows in list(self._groups(texts)) if self.divisible and any(self.lengths) else ():
             features_BTF = self._replayed([list(texts[row]) for row in rows], rows)
             if features_BTF is None:
@@ -104,7 +104,7 @@ class HFContext(Context):
         super().prefill(rest, observer)
 
     def _groups(self, texts: Sequence[Sequence[int]]) -> Iterator[list[int]]:
-        """Yield rows whose texts one captured pass may read, those that begin and those that go on apart."""
+        """Yield groups of rows that one captured pass may read; texts that begin are not grouped with texts that go on."""
         for begun in (False, True):
             rows = [row for row, text in enumerate(texts) if text and bool(self.lengths[row]) == begun]
             rows = sorted((row for row in rows if reading_size(len(texts[row]))), key=lambda row: -len(texts[row]))
@@ -114,20 +114,20 @@ class HFContext(Context):
                 rows = rows[count:]
 
     def _read(self, parts: Sequence[list[int]], rows: slice, size: int) -> Tensor:
-        """Read by a captured pass where there is one: launching one of this length takes much of its time."""
+        """Read by a captured pass if there is one: for short chunks, launching takes much of the time."""
         features_BTF = self._replayed(parts, [rows.start]) if len(parts) == 1 else None
         return super()._read(parts, rows, size) if features_BTF is None else features_BTF[:, :size]
 
     def _replayed(self, parts: Sequence[list[int]], rows: Sequence[int]) -> Tensor | None:
-        """Pass the next tokens of some rows and return their features, padded; None where that cannot be captured.
+        """Pass the next tokens of some rows and return their features, padded; None if that cannot be captured.
 
-        Of these rows all have committed text, or none.
+        Either all of these rows have committed text, or none has.
         """
         fast, count, longest = self.model.fast, len(rows), max(self.lengths[row] for row in rows)
         size = reading_size(max(map(len, parts)))
         if self.graphs is None or size is None or not self.divisible or not self.has_room(rows, size):
             return None
-        most = self.capacity - size if longest else 0  # a text that begins is attended to without splits
+        most = self.capacity - size if longest else 0  # for texts that begin, attention needs no splits
         function = None if fast is None else fast.reading(self, count, size, most)
         if function is None:
             return None
@@ -136,5 +136,5 @@ class HFContext(Context):
         return self.graphs.run(kind, function, brought(torch.tensor(padded), self.device))[0]
 
     def copy_slots(self, other: "HFContext", rows_BD: Tensor, source_BD: Tensor, target_BD: Tensor) -> None:
-        """Copy what is stored in slots of another context's rows into slots of this one's."""
+        """Copy slots of another context's rows into slots of this one's."""
         self.cache.take(other.cache, rows_BD, source_BD, self._rows_B1, target_BD)

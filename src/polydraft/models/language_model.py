@@ -330,7 +330,7 @@ class LanguageModel(ABC):
     shape_obstacle: str | None = None
     """Why passes cannot be captured over trees whose shape only the device knows or that differ by row; None if they can."""
     leaves_out: bool = False
-    """Whether a pass takes no time for tokens that its block does not keep."""
+    """Whether passes skip the tokens that their block does not keep."""
     vocabulary: PartialVocabulary | None = None
     """Tokens that the columns of `head` stand for, if a draft knows only some."""
 

@@ -1,4 +1,4 @@
-"""What tokens leave behind in a model, in slots: rows of texts that are moved about, sleep, grow and are handed on."""
+"""What a model keeps of the tokens it has read, in slots: storage whose rows are moved, put to sleep, enlarged and reused."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -15,23 +15,23 @@ from polydraft.operations import operation
 from polydraft.rows import ByRow
 
 Copies = Mapping[Any, Tensor]
-"""What a storage holds in some slots of a row, by names that all storages of the same model know."""
+"""Contents of some slots of a row, by names that all storages of the same model share."""
 Pieces = Sequence[tuple[Copies, int]]
-"""Copies of slots that follow each other, and how many slots of each are meant."""
+"""Copies of consecutive slots, and how many slots of each to use."""
 
 
 class Storage(ByRow, ABC):
-    """Slots of the texts of a batch; what is in them is the model's."""
+    """Slots of a batch's texts; the model decides what is in them."""
 
     @property
     @abstractmethod
     def address(self) -> int:
-        """Where the storage begins, 0 while there is none: it moves when it grows."""
+        """Address of the storage, 0 before it is allocated; it changes when the storage grows."""
 
     @property
     @abstractmethod
     def nbytes(self) -> int:
-        """Bytes held, of rows in use or not."""
+        """Bytes held, by rows in use or not."""
 
     @abstractmethod
     def move(self, source_BD: Tensor, target_BD: Tensor) -> None:
@@ -43,14 +43,14 @@ class Storage(ByRow, ABC):
 
     @abstractmethod
     def part(self, rows: slice) -> Self:
-        """Return some adjacent rows, which share the storage; there must be some."""
+        """Return a view of adjacent rows; the storage must be allocated."""
 
     def copied(self, row: int, start: int, stop: int) -> Copies:
-        """Return copies of some adjacent slots of a row, where slots are all that there is of it."""
+        """Return copies of adjacent slots of a row; only if a row is nothing but its slots."""
         raise NotImplementedError
 
     def paste(self, row: int, pieces: Pieces, rows: int) -> None:
-        """Write copies of slots, and how many of each, into the first slots of one of `rows` rows."""
+        """Write copies of slots into the first slots of one of `rows` rows."""
         raise NotImplementedError
 
     @abstractmethod
@@ -63,26 +63,26 @@ class Storage(ByRow, ABC):
 
     @abstractmethod
     def adopt(self, other: Any, rows: int) -> bool:
-        """Take over the storage of another one of the same model, with so many rows; return whether it fits."""
+        """Take over the memory of another storage of the same model; return whether it fits this many rows."""
 
     pool: Pool | None = None
-    """Where the rows' memory comes from as they need it; all of it is there from the beginning without one."""
+    """Where rows take memory as they need it; None if all of it is allocated at once."""
 
     def row_bytes(self, slots: int) -> int:
-        """Return how much of the pool a row with so many slots takes, as far as that is known."""
+        """Return how many bytes of the pool a row with this many slots takes; 0 if not known yet."""
         return 0
 
     def hold(self, row: int, slots: int) -> bool:
-        """Have memory for at least so many slots of a row; return whether there was enough."""
+        """Get memory for at least this many slots of a row; return whether there was enough."""
         return True
 
     def trim(self, row: int, slots: int) -> None:
-        """Give back the memory of a row beyond so many slots, if it came from a pool."""
+        """Give back a row's memory beyond this many slots, if it came from a pool."""
 
 
 @operation
 def move_up(storage: Storage, lengths_B: Tensor, places_BD: Tensor, slot_positions_BS: Tensor) -> None:
-    """Move uncommitted tokens to the first uncommitted places, each to the position of its place."""
+    """Move the uncommitted tokens at `places_BD` to the first uncommitted places, and set their positions."""
     source_BD = lengths_B[:, None] + places_BD
     target_BD = lengths_B[:, None] + torch.arange(places_BD.shape[1], device=places_BD.device)
     storage.move(source_BD, target_BD)
@@ -92,37 +92,37 @@ def move_up(storage: Storage, lengths_B: Tensor, places_BD: Tensor, slot_positio
 class KeyValues(Storage):
     """Keys and values of all layers in one tensor each, so that committing a path is one gather and one write.
 
-    Storage is allocated once its shape is known.
+    The tensors are allocated once their shape is known.
     """
 
     def __init__(self, num_layers: int, capacity: int) -> None:
         self.num_layers, self.capacity = num_layers, capacity
         self.keys_LBHSC: Tensor | None = None
         self.values_LBHSC: Tensor | None = None
-        """Of the rows in use."""
+        """Keys and values of the rows in use."""
         self._all: tuple[Tensor, Tensor] | None = None
-        """Of all rows."""
+        """Keys and values of all rows."""
         self._most = 0
-        """Most rows that there will be."""
+        """Most rows that there will ever be."""
         self._blocks: Blocks | None = None
-        """What is there of each row, if it comes from a pool."""
+        """The rows' memory, if it comes from a pool."""
 
     def held(self, like_BX: Tensor, heads: int, channels: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of all layers, allocated if they are not yet: rows, dtype and device as of `like_BX`."""
+        """Return keys and values of all layers, allocating them first if necessary with rows, dtype and device of `like_BX`."""
         if self._stored is not None:
             return self._stored
         like_BHTC = like_BX.new_empty(len(like_BX), heads, 0, channels)
         return self._allocated(like_BHTC, like_BHTC)
 
     def part(self, rows: slice) -> Self:
-        """Return some adjacent rows, which share the storage; there must be some."""
+        """Return a view of adjacent rows; the storage must be allocated."""
         part = copy.copy(self)
-        assert self.keys_LBHSC is not None and self.values_LBHSC is not None, "storage comes first"
+        assert self.keys_LBHSC is not None and self.values_LBHSC is not None, "storage is not allocated"
         part.keys_LBHSC, part.values_LBHSC = self.keys_LBHSC[:, rows], self.values_LBHSC[:, rows]
         return part
 
     def resize(self, rows: int, most: int) -> None:
-        """Use so many rows; where there is no storage for them yet, make some for `most`, so that it stays where it is."""
+        """Use this many rows; if there is no room for them yet, allocate room for `most`, so that later rows need no move."""
         super().resize(rows, most)
         self._most = most
         if self._all is None:
@@ -132,7 +132,7 @@ class KeyValues(Storage):
         self._use((functional.pad(stored, more) for stored in self._all) if missing else self._all, rows)
 
     def swap_rows(self, first: int, second: int, used: int | None = None) -> None:
-        """Swap two rows, the second of which may sleep: only their first slots, some layers at a time."""
+        """Swap the first `used` slots of two rows; the second row may be asleep."""
         super().swap_rows(first, second, used)
         if self._blocks is not None:
             self._blocks.swap(first, second)
@@ -141,13 +141,13 @@ class KeyValues(Storage):
             swap_slots(stored, first, second, used)
 
     def copied(self, row: int, start: int, stop: int) -> Copies:
-        """Return copies of some adjacent slots of a row."""
-        assert self._stored is not None, "a row that holds text has storage"
+        """Return copies of adjacent slots of a row."""
+        assert self._stored is not None, "storage is not allocated"
         copies = (stored[:, row, :, start:stop].clone(memory_format=torch.contiguous_format) for stored in self._stored)
         return dict(zip(("keys", "values"), copies, strict=True))
 
     def paste(self, row: int, pieces: Pieces, rows: int) -> None:
-        """Write copies of slots, and how many of each, into the first slots of one of `rows` rows."""
+        """Write copies of slots into the first slots of one of `rows` rows."""
         done = 0
         for copies, count in pieces:
             both = copies["keys"], copies["values"]
@@ -167,7 +167,7 @@ class KeyValues(Storage):
             self.clear(row)
 
     def adopt(self, other: "KeyValues", rows: int) -> bool:
-        """Take over the storage of another one of the same model, with so many rows; return whether it fits."""
+        """Take over the memory of another storage of the same model; return whether it fits this many rows."""
         if (
             other._all is None
             or other._all[0].shape[1] != rows
@@ -180,15 +180,15 @@ class KeyValues(Storage):
         return True
 
     def row_bytes(self, slots: int) -> int:
-        """Return how much of the pool a row with so many slots takes; nothing before there is storage."""
+        """Return how many bytes of the pool a row with this many slots takes; 0 before allocation."""
         return 0 if self._blocks is None else self._blocks.row_bytes(slots)
 
     def hold(self, row: int, slots: int) -> bool:
-        """Have memory for at least so many slots of a row; return whether there was enough."""
+        """Get memory for at least this many slots of a row; return whether there was enough."""
         return self._blocks is None or self._blocks.hold(row, slots)
 
     def trim(self, row: int, slots: int) -> None:
-        """Give back the memory of a row beyond so many slots, if it came from a pool."""
+        """Give back a row's memory beyond this many slots, if it came from a pool."""
         if self._blocks is not None:
             self._blocks.trim(row, slots)
 
@@ -204,7 +204,7 @@ class KeyValues(Storage):
                 mine[:, own_rows, :, target_BD] = theirs[:, rows, :, source_BD]
 
     def fill(self, other: "KeyValues", copies: int, used: int) -> None:
-        """Take over the first slots of another storage, each of its rows `copies` times."""
+        """Copy the first slots of another storage, repeating each of its rows `copies` times."""
         if other._stored is not None:
             room = (0, 0, 0, self.capacity - used)
             held = (stored[:, :, :, :used].repeat_interleave(copies, dim=1) for stored in other._stored)
@@ -213,7 +213,7 @@ class KeyValues(Storage):
 
     def grow(self, capacity: int) -> None:
         """Enlarge the storage, keeping its content."""
-        assert self._blocks is None, "blocks have addresses for the longest text from the beginning"
+        assert self._blocks is None, "blocks already have addresses for the longest text"
         more = capacity - self.capacity
         self.capacity = capacity
         if self._all is not None and self.keys_LBHSC is not None:
@@ -222,30 +222,30 @@ class KeyValues(Storage):
 
     @property
     def address(self) -> int:
-        """Where the storage begins, 0 while there is none."""
+        """Address of the storage, 0 before it is allocated."""
         return 0 if self.keys_LBHSC is None else self.keys_LBHSC.data_ptr()
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values held, of rows in use or not."""
+        """Bytes of keys and values, of rows in use or not."""
         return sum(stored.nbytes for stored in self._all or ()) if self._blocks is None else self._blocks.nbytes
 
     @property
     def _stored(self) -> tuple[Tensor, Tensor] | None:
-        """Keys and values in use, once there are some."""
+        """Keys and values of the rows in use; None before allocation."""
         if self.keys_LBHSC is None or self.values_LBHSC is None:
             return None
         return self.keys_LBHSC, self.values_LBHSC
 
     def _use(self, stored: Iterable[Tensor], rows: int) -> tuple[Tensor, Tensor]:
-        """Let these keys and values be the storage, and use its first rows."""
+        """Make these tensors the storage, and use their first rows."""
         keys_LBHSC, values_LBHSC = stored
         self._all = keys_LBHSC, values_LBHSC
         self.keys_LBHSC, self.values_LBHSC = keys_LBHSC[:, :rows], values_LBHSC[:, :rows]
         return self.keys_LBHSC, self.values_LBHSC
 
     def _allocated(self, keys_BHTC: Tensor, values_BHTC: Tensor) -> tuple[Tensor, Tensor]:
-        """Return new storage for keys and values like these."""
+        """Allocate the storage, for keys and values like these."""
         if self.pool is not None:
             rows = max(len(keys_BHTC), self._most)
             self._blocks = open_blocks(self.pool, keys_BHTC, values_BHTC, self.num_layers, rows, self.capacity)
@@ -254,5 +254,5 @@ class KeyValues(Storage):
 
     def _allocate(self, states_BHTC: Tensor) -> Tensor:
         batch_size, heads, _, channels = states_BHTC.shape
-        # Zeros, not garbage: a masked slot still meets 0 * value, and NaN would come through.
+        # Zeros, not garbage: masked slots are still multiplied by 0, and 0 * NaN is NaN.
         return states_BHTC.new_zeros(self.num_layers, max(batch_size, self._most), heads, self.capacity, channels)

@@ -35,7 +35,7 @@ class Block:
     levels: tuple[int, ...] | None = None
     """Tokens of each level, in order, if the host knows it and all rows have the same."""
     kept_K: Tensor | None = None
-    """The tokens that matter, counted through all rows: row · T + place. A pass need not compute the others; None for all."""
+    """The tokens that matter, numbered through all rows: row · T + place; a pass may skip the others. None for all."""
 
     @property
     def size(self) -> int:

@@ -40,8 +40,8 @@ class DraftTree:
     levels: tuple[int, ...] | None = None
     """Nodes of each level, where all rows have one shape that the host knows."""
     kept_K: Tensor | None = None
-    """The nodes that go through the target, counted through all rows: row · N + node, roots among them; None for all. The
-    others have no token."""
+    """The nodes that the target reads, roots included, numbered through all rows: row · N + node; the others have no token.
+    None for all."""
 
     @classmethod
     def from_topology(

@@ -1,4 +1,4 @@
-"""How the children of a node are drawn, and how a tree of them is verified; schemes and walks."""
+"""Schemes and walks: how the children of a node are drawn, and how a tree is verified."""
 
 from polydraft.verify.block import BlockWalk
 from polydraft.verify.greedy import Greedy, SpecHub

@@ -1,4 +1,4 @@
-"""Verification of one whole path: pick it child by child, then accept as much of it as the whole allows.
+"""Block verification: pick a path child by child, then accept as much of it as the whole path allows.
 
 References
 ----------
@@ -38,23 +38,21 @@ class BlockWalk(Walk):
 
     At each node the scheme picks one child without accepting it, so the path is a chain whose tokens follow the picked
     children's distributions r, and block verification [1] applies. Below, p is the target's distribution after the first i
-    tokens of the path, x the next token:
+    tokens of the path, and x is the next token:
 
-    - a₀ = 1, and a ← min(1, a p(x)/r(x)) for each token: how far the path may be believed.
-    - sᵢ = Σ(aᵢ p − r)₊: what the target has in excess there.
-    - From the path's end upwards, stop at depth i with chance hᵢ = sᵢ/(sᵢ + 1 − aᵢ); the token after it comes from
-      (aᵢ p − r)₊.
+    - a₀ = 1, and a ← min(1, a p(x)/r(x)) for each token: the weight of the path so far.
+    - sᵢ = Σ(aᵢ p − r)₊: the target's excess at depth i.
+    - From the path's end upwards, stop at depth i with chance hᵢ = sᵢ/(sᵢ + 1 − aᵢ); the next token comes from (aᵢ p − r)₊.
 
-    Where a path ends nothing is picked, r = 0: then sᵢ = aᵢ = hᵢ, and the token comes from p itself. Below its end a = 0, so
-    paths of all lengths go through the same formulas. A path ends at a leaf, or where a is too small to be worth a look at
-    what comes below.
+    At the end of a path nothing is picked, so r = 0, sᵢ = aᵢ = hᵢ, and the token comes from p itself. Below the end a = 0, so
+    the same formulas hold for paths of all lengths. A path ends at a leaf, or where a is too small for looking further to pay.
 
-    Guarantee: given a path down to depth i, the walk keeps i or more of its tokens and goes on as y with chance aᵢ p(y); by
-    induction from the end of the path, and a₀ = 1. Which node a path takes, and whether it ends there, may depend on all
-    that was drawn above: trees of any shape are exact, repeated children among them.
+    Guarantee: given a path down to depth i, the walk keeps at least i of its tokens and goes on with y with chance aᵢ p(y), by
+    induction from the end of the path; and a₀ = 1. Which node a path takes, and whether it ends there, may depend on all that
+    was drawn above, so trees of any shape are exact, even with repeated children.
 
-    Deviations: of [1] only the abstract was at hand, the formulas are derived anew. The stopping depth is drawn at once from
-    its distribution, with one random number instead of one per depth.
+    Deviations: only the abstract of [1] was available, so the formulas are our own derivation. The stopping depth is drawn
+    directly from its distribution, with one random number instead of one per depth.
     """
 
     name = "block"
@@ -64,11 +62,11 @@ class BlockWalk(Walk):
 
     @classmethod
     def fits(cls, scheme: Scheme | type[Scheme]) -> bool:
-        """Only schemes that pick before they accept have a path's distribution."""
+        """Only schemes that pick a child before accepting it give a path a distribution."""
         return scheme.select_uniforms is not None
 
     def uniforms(self, scheme: Scheme, depth: int) -> int:
-        """Enough to pick a child per level; one for where to stop and one for the token there."""
+        """Enough to pick a child per level, one for where to stop, and one for the token there."""
         assert scheme.select_uniforms is not None
         return scheme.select_uniforms * depth + 2
 
@@ -76,7 +74,7 @@ class BlockWalk(Walk):
         """Pick the paths of all rows, then draw once where each stops and once what follows."""
         if draft.tokens_BN.shape[1] > 1:
             return verify_block(scheme, draft, target_distribution, uniforms_BU, self.least_weight)
-        # No draft: the token comes from the target's distribution, by the same random number that the whole walk would use.
+        # No draft: draw from the target's distribution with the random number that a whole walk would use for its last token.
         root_B = torch.zeros_like(draft.tokens_BN[:, 0])
         distribution_BV = target_distribution(root_B, draft.tokens_BN[:, :0])
         return lone_root(draft, draw_one(distribution_BV, uniforms_BU[:, -1]))
@@ -86,22 +84,21 @@ class BlockWalk(Walk):
 def verify_block(
     scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor, least_weight: float
 ) -> Verdict:
-    """Verify trees of more than a root as `BlockWalk` says, by as many random numbers as it says."""
+    """Verify trees with candidates, as `BlockWalk` describes."""
     path = PathFinder(scheme, draft, target_distribution, uniforms_BU, least_weight).path()
     weight_BD, going_BL = _weights(path, least_weight)
     excess_BLX = _excess(path, weight_BD, going_BL)
-    # After the last distribution that was looked at nothing is picked either: the excess there is the target's whole
-    # distribution.
+    # Beyond the last distribution that was looked at nothing is picked, so the excess is the target's whole distribution.
     mass_BD = torch.cat([excess_BLX.sum(-1), weight_BD[:, going_BL.shape[1] :]], dim=1)
     stop_B1 = draw_one(_stop_distribution(weight_BD, mass_BD), uniforms_BU[:, -2])[:, None]
     accepted_B1 = stop_B1.clamp(min=0)
     token_B1 = draw_one(path.weights_after(accepted_B1, weight_BD, excess_BLX), uniforms_BU[:, -1])[:, None]
     place_D = torch.arange(draft.depth + 1, device=accepted_B1.device)
     below_BD = torch.nn.functional.pad(path.nodes_BD[:, 1:], (0, 1))
-    # A distribution was looked at where the path had not ended before; where it is not a number, the path ends.
+    # Count a fault only if the path had not ended before; a distribution that is NaN ends the path.
     arrived_BL = torch.nn.functional.pad(going_BL[:, :-1], (1, 0), value=1)
     fault_B = (path.fault_BL * arrived_BL).amax(-1)
-    # Without a fault so far there is something to draw, unless it is that last distribution which is not a number.
+    # Without a fault so far there is something to draw, unless the last distribution is NaN.
     unknown_B = (fault_B == Fault.NONE) & ((stop_B1 == NO_TOKEN) | (token_B1 == NO_TOKEN))[:, 0]
     return Verdict(
         path_BD=path.nodes_BD.gather(1, torch.minimum(place_D, accepted_B1)),
@@ -113,7 +110,7 @@ def verify_block(
 
 
 def _weights(path: "Path", least_weight: float) -> tuple[Tensor, Tensor]:
-    """Return a at each node, 0 below a path's end, and at which nodes the path goes on."""
+    """Return a at each node (0 below a path's end), and at which nodes the path goes on."""
     weights = [torch.ones_like(path.ratio_BL[:, 0])]
     for ratio_B in path.ratio_BL.unbind(1):
         weights.append(_next_weight(weights[-1], ratio_B))
@@ -128,21 +125,21 @@ def _next_weight(weight_B: Tensor, ratio_B: Tensor) -> Tensor:
 
 
 def _worth_a_look(weight: Tensor, least_weight: float) -> Tensor:
-    """Return where a path may be believed enough to look further."""
+    """Return where a path has enough weight to look further."""
     return (weight >= least_weight) & (weight > 0)
 
 
 def _excess(path: "Path", weight_BD: Tensor, going_BL: Tensor) -> Tensor:
-    """Return (a p − r)₊ at each node, what may be emitted in place of the picked child; at a path's end r is 0."""
+    """Return (a p − r)₊ at each node: what may be emitted instead of the picked child. At a path's end r is 0."""
     share_BL1 = (weight_BD[:, :-1] / path.mass_BL)[..., None]
     excess_BLX = torch.addcmul(path.target_BLX * share_BL1, path.distribution_BLX, going_BL[..., None], value=-1)
     return excess_BLX.clamp_(min=0)
 
 
 def _stop_distribution(weight_BD: Tensor, mass_BD: Tensor) -> Tensor:
-    """Return the chance of stopping at each depth: hᵢ = sᵢ/(sᵢ + 1 − aᵢ), times 1 − hⱼ of all deeper ones, tried before.
+    """Return the chance of stopping at each depth: hᵢ = sᵢ/(sᵢ + 1 − aᵢ), times 1 − hⱼ for all deeper j, which are tried first.
 
-    Where p = r and a = 1, h is 0/0 and the depth is reached by rounding only: there is nothing to emit there, so h = 0.
+    If p = r and a = 1, h is 0/0. Such a depth is reached only by rounding, and there is nothing to emit there, so h = 0.
     """
     rest_BD = mass_BD + (1 - weight_BD)
     chance_BD = torch.where(rest_BD != 0, mass_BD / rest_BD, 0.0)
@@ -152,32 +149,32 @@ def _stop_distribution(weight_BD: Tensor, mass_BD: Tensor) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """Nodes of a tree, each a child picked at the one before, and what was found at the first L of them.
+    """The nodes of a path, each a child picked at the one before, and what was found at the first L of them.
 
-    X are the columns of the draft's distributions, with one more for all tokens that it does not know, where there are such.
+    X are the columns of the draft's distributions, plus one for all tokens that the draft does not know, if there are any.
     """
 
     nodes_BD: Tensor
-    """Root first; a path that cannot go on stays where it is."""
+    """Root first; after its end, a path repeats its last node."""
     has_children_BD: Tensor
     open_BL: Tensor
     """Whether a child was picked."""
     ratio_BL: Tensor
     """p(x)/r(x) of the picked child x."""
     mass_BL: Tensor
-    """Sum of the target's distribution, as it came."""
+    """Sum of the target's distribution before normalisation."""
     target_BLX: Tensor
-    """p, as it came."""
+    """p before normalisation."""
     distribution_BLX: Tensor
     """r, the distribution of the picked child."""
     fault_BL: Tensor
     target_after: Callable[[Tensor], Tensor]
     """`(accepted_B1) -> probs_BV`: the target's distribution, over all tokens, at one node of each row's path."""
     known_D: Tensor | None
-    """Tokens of the columns, where they are not all."""
+    """Tokens of the columns, if they are not all tokens."""
 
     def weights_after(self, accepted_B1: Tensor, weight_BD: Tensor, excess_BLX: Tensor) -> Tensor:
-        """Return the weights, over all tokens, of what is emitted after a node: (a p − r)₊, or p where a path has ended."""
+        """Return weights over all tokens for what is emitted after a node: (a p − r)₊, or p if the path has ended there."""
         levels = excess_BLX.shape[1]
         level_B1 = accepted_B1.clamp(max=levels - 1)
         weights_BV = _entry(excess_BLX, level_B1)
@@ -185,7 +182,7 @@ class Path:
             return weights_BV
         probs_BV = self.target_after(accepted_B1)
         if self.known_D is not None:
-            # Tokens that the draft does not know are never picked: all of a p is left of them.
+            # Tokens that the draft does not know are never picked, so all of a p is left for them.
             share_B1 = (weight_BD[:, :levels] / self.mass_BL).gather(1, level_B1)
             known_BD = self.known_D.expand(len(probs_BV), -1)
             weights_BV = (probs_BV.double() * share_B1).scatter_(1, known_BD, weights_BV[:, :-1])
@@ -202,7 +199,7 @@ class _Picks:
     """What was picked at some nodes, one per row."""
 
     child_R: Tensor
-    """The child's node, or the node itself where none was picked."""
+    """The child's node, or the node itself if none was picked."""
     has_children_R: Tensor
     open_R: Tensor
     ratio_R: Tensor
@@ -213,7 +210,7 @@ class _Picks:
 
 
 class PathFinder:
-    """Pick one path per row: level by level where the host may look, and so can stop early; else at all nodes at once."""
+    """Picks one path per row: level by level if the host may look at values, to stop early; else at all nodes at once."""
 
     def __init__(
         self,
@@ -237,7 +234,7 @@ class PathFinder:
         return self._level_by_level()
 
     def _at_once(self, target_distributions: TreeDistributions) -> Path:
-        """Pick at every node, as if it were on the path, then see which ones are."""
+        """Pick at every node as if it were on the path, then follow the picks."""
         draft, target_BNV = self.draft, target_distributions.everywhere(self.draft)
         batch, nodes, _ = target_BNV.shape
         level_BN1 = draft.depths_BN.clamp(max=draft.depth - 1)[..., None]
@@ -266,7 +263,7 @@ class PathFinder:
         return Path(nodes_BD, has_children_BD, open_BD > 0, ratio_BD, mass_BD, *columns, fault_BD, target_after, self.known_D)
 
     def _level_by_level(self) -> Path:
-        """Go down all rows in step; those whose path has ended idle along."""
+        """Go down all rows in step; rows whose path has ended stay where they are."""
         draft = self.draft
         node_B = torch.zeros_like(draft.tokens_BN[:, 0])
         going_B, weight_B = torch.ones_like(node_B, dtype=torch.bool), torch.ones_like(node_B, dtype=torch.float64)
@@ -323,8 +320,8 @@ class PathFinder:
     ) -> _Picks:
         """Let the scheme pick a child of each node.
 
-        The tokens that a draft does not know are one token to the scheme: it proposes none of them, so it need not tell them
-        apart, and what is left for that one token is theirs in proportion to p.
+        To the scheme, all tokens that the draft does not know are one token: the draft proposes none of them, and what is left
+        for that one token is shared out in proportion to p.
         """
         vocabulary, fault_R = self.draft.vocabulary, fault_of(target_RV, draft_RD)
         column_RK, target_RX, draft_RX = children_RK, target_RV, draft_RD

@@ -1,19 +1,19 @@
 """One node's race: the vocabulary in cells, the optimal plan (RACE, in closed form), and the race itself.
 
-**Cells.** Tokens of like draft-to-target ratio q/p share a cell, largest ratio first, after an empty cell 0. The plan treats
-a cell as one token. That is exact whatever the cells are, as long as no token of a later cell has a larger ratio than one of
-an earlier cell: independent children that fall into one cell are told apart by the draft distribution only.
+**Cells.** Tokens with similar draft-to-target ratios q/p share a cell, largest ratio first, after an empty cell 0. The plan
+treats a cell as one token. Any cells are exact as long as no token of a later cell has a larger ratio than a token of an
+earlier one: independent children in the same cell differ only by the draft distribution.
 
 **Plan.** Every child gets a place x in [0, 1], uniform over the draft's randomness; the largest wins. A child of cell k, whose
 own places are [X_{k−1}, X_k], X the running draft mass, would win with chance q_k m_k,
-m_k = (X_kⁿ − X_{k−1}ⁿ) / (X_k − X_{k−1}). Wanted is r = p + ΔE, where E = min(prefix max, suffix max) of e = Xⁿ − P
+m_k = (X_kⁿ − X_{k−1}ⁿ) / (X_k − X_{k−1}). The goal is r = p + ΔE, where E = min(prefix max, suffix max) of e = Xⁿ − P
 over cells of falling q/p: then Σ min(p, r) = 1 − max e, the most that any verifier of n independent children accepts
-([1], Theorem 3). Cells that want more (d = r − q m > 0) and cells that want less exchange places, equally many both ways,
+([1], Theorem 3). Cells that need more (d = r − q m > 0) and cells that need less exchange places, equally many both ways,
 so that x stays uniform and the chance to win becomes r.
 
-**Certain children** (the draft's top tokens T, see `Hybrid`) do not race. The race is then planned for the target's mass
-outside T, and a winner i hands over to t ∈ T, in proportion to p_t, so often that t is selected with chance p_t:
-r'_i = r_i − (r_i − p_i)₊ P(T) / Σ(r − p)₊, taken where there was more than p anyway. Without certain children r' = r.
+**Certain children** (the draft's top tokens T, see `Hybrid`) do not race. The race is planned for the target's mass outside T,
+and a winner i hands over to t ∈ T, in proportion to p_t, so often that t is selected with chance p_t:
+r'_i = r_i − (r_i − p_i)₊ P(T) / Σ(r − p)₊, which takes only from where r exceeds p. Without certain children r' = r.
 
 References
 ----------
@@ -30,35 +30,34 @@ from polydraft.sampling import NO_TOKEN
 from polydraft.verify.weights import quotient, ratio
 
 BUCKETS = 4096
-"""Costs less than 1e-4 of acceptance, most where target and draft are nearly equal."""
+"""Cells by default; costs less than 1e-4 of acceptance, most when target and draft are nearly equal."""
 
 
 def bucketed_cells(
     target_RV: Tensor, draft_RV: Tensor, scale_R1: Tensor | None = None, buckets: int = BUCKETS
 ) -> tuple[Tensor, int]:
-    """Give ratios that are nearly the same one cell, without sorting: equal steps of p/(p + q).
+    """Put similar ratios into the same cell without sorting: equal steps of p/(p + q).
 
-    Steps of that, and not of the ratio's logarithm, are fine where p and q are alike and leave out no ratio. It is computed as
-    1/(1 + q/p), by operations of which each keeps the order even as it rounds; p/(p + q) or a logarithm would not.
+    Unlike steps of the ratio's logarithm, these are fine where p and q are similar, and cover every ratio. It is computed as
+    1/(1 + q/p), because each of these operations preserves the order despite rounding; p/(p + q) or a logarithm would not.
 
     Parameters
     ----------
     target_RV, draft_RV : Tensor
-        Weights as they come; 0/0 may land anywhere, it weighs nothing.
+        Unnormalised weights; 0/0 may land anywhere, because it has no weight.
     scale_R1 : Tensor, optional
-        What to multiply draft weights by, to compare them with target weights; how well they compare only matters for
-        acceptance.
+        Factor that makes draft weights comparable with target weights; it only matters for acceptance.
     """
     assert 0 < buckets < 2**15
     if draft_RV.dtype.itemsize < 4:
         draft_RV, target_RV = draft_RV.float(), target_RV.float()
-    # buckets / (1 + q/p) in as few passes as there are.
+    # buckets / (1 + q/p), in as few passes over the vocabulary as possible.
     ratio_RV = draft_RV / target_RV
     ratio_RV *= 1 / buckets if scale_R1 is None else scale_R1 / buckets
     ratio_RV += 1 / buckets
     bucket_RV = ratio_RV.reciprocal_().long().clamp_(1, buckets)
     if bucket_RV.shape[1] < buckets:
-        return _dense(-bucket_RV)  # most buckets are empty: a short sort costs less than to carry them along
+        return _dense(-bucket_RV)  # most buckets are empty: a short sort is cheaper than carrying them along
     return bucket_RV, buckets + 1
 
 
@@ -71,22 +70,22 @@ def _dense(key_RV: Tensor) -> tuple[Tensor, int]:
 
 @dataclass(frozen=True, eq=False)
 class RacePlan:
-    """A race for each row; C cells, the first of them without mass, so that running sums start at 0."""
+    """A race for each row, over C cells; the first has no mass, so that running sums start at 0."""
 
     draft_RC: Tensor
-    """q: places of a cell's own."""
+    """q, the length of a cell's own places."""
     above_RC: Tensor
-    """X, where a cell's places end."""
+    """X, where a cell's own places end."""
     count_R1: Tensor
     """n, the number of children that race."""
     selected_RC: Tensor
-    """r: distribution of the winner."""
+    """r, the distribution of the winner."""
     drift_RC: Tensor
-    """d: what a cell wins beyond what its own places give."""
+    """d, what a cell must win beyond what its own places give."""
     gains_RC: Tensor
     """Running sum of the positive part of d."""
     losses_RC: Tensor
-    """Running sum of the negative part of d. The same stretch of gains and losses belongs to cells that exchange places."""
+    """Running sum of the negative part of d. Cells whose stretches of gains and losses overlap exchange places."""
 
 
 def make_plan(target_RC: Tensor, draft_RC: Tensor, count_R1: Tensor) -> RacePlan:
@@ -95,15 +94,15 @@ def make_plan(target_RC: Tensor, draft_RC: Tensor, count_R1: Tensor) -> RacePlan
     Parameters
     ----------
     target_RC, draft_RC : Tensor
-        Mass of each cell, largest draft-to-target ratio first, after an empty one; the draft's sums to one, the target's to
-        at most one.
+        Mass of each cell: an empty one, then the largest draft-to-target ratio first. The draft's sums to 1, the target's to
+        at most 1.
     """
     above_RC = draft_RC.cumsum(-1)
     power_RC = above_RC**count_R1
     excess_RC = power_RC - target_RC.cumsum(-1)
     hull_RC = torch.minimum(excess_RC.cummax(-1).values, excess_RC.flip(-1).cummax(-1).values.flip(-1))
     selected_RC = target_RC + _steps(hull_RC)
-    # At most n q: rounding must leave nothing to cells without draft mass, nor to any where there are no children.
+    # At most n q, so that rounding leaves nothing to cells without draft mass, nor to any cell if there are no children.
     selected_RC = torch.minimum(selected_RC.clamp(min=0), draft_RC * count_R1)
     drift_RC = selected_RC - _steps(power_RC)  # q m is X_kⁿ − X_{k−1}ⁿ
     gain_RC = drift_RC.clamp(min=0)
@@ -116,7 +115,7 @@ def _steps(table_RC: Tensor) -> Tensor:
 
 
 def places(plan: RacePlan, cell_RK: Tensor, partner_RK: Tensor, place_RK: Tensor) -> Tensor:
-    """Give each child its place, by two uniform numbers: one for the partner, one for whose place and where in it."""
+    """Give each child its place, by two uniform numbers: one for the partner, one for whose place to take and where in it."""
     drift_RK, draft_RK = plan.drift_RC.gather(1, cell_RK), plan.draft_RC.gather(1, cell_RK)
     gaining_RK, size_RK = drift_RK > 0, drift_RK.abs()
     end_RK = torch.where(gaining_RK, plan.gains_RC.gather(1, cell_RK), plan.losses_RC.gather(1, cell_RK))
@@ -128,7 +127,7 @@ def places(plan: RacePlan, cell_RK: Tensor, partner_RK: Tensor, place_RK: Tensor
     slope_2RK = slopes(above_2RK, above_2RK - own_2RK, plan.count_R1, cell_RK.shape[1])
     away_RK = quotient(size_RK, draft_RK * (slope_2RK[1] - slope_2RK[0]).abs()).clamp(max=1)
     swapped_RK = place_RK < away_RK
-    # How far below the end of the cell: what is left of a number that has decided whose place it is.
+    # How far below the end of the cell: the number that decided whose place it is, rescaled to be uniform again.
     below_RK = torch.where(swapped_RK, 1 - quotient(place_RK, away_RK), quotient(1 - place_RK, 1 - away_RK))
     above_RK, own_RK = (torch.where(swapped_RK, table_2RK[1], table_2RK[0]) for table_2RK in (above_2RK, own_2RK))
     return above_RK - below_RK * own_RK
@@ -140,7 +139,7 @@ def _passed(running_RC: Tensor, mark_RK: Tensor) -> Tensor:
 
 
 def slopes(above_RX: Tensor, below_RX: Tensor, count_R1: Tensor, most: int) -> Tensor:
-    """Return m = Σ_{j<n} X_k^j X_{k−1}^{n−1−j}, n at most `most`: the quotient of differences without their cancellation."""
+    """Return m = Σ_{j<n} X_k^j X_{k−1}^{n−1−j}, n at most `most`: the difference quotient without cancellation."""
     rank_J = torch.arange(most, device=above_RX.device)
     other_RJ = count_R1 - 1 - rank_J
     below_RXJ = below_RX[..., None] ** other_RJ.clamp(min=0)[:, None]
@@ -148,10 +147,10 @@ def slopes(above_RX: Tensor, below_RX: Tensor, count_R1: Tensor, most: int) -> T
 
 
 def winning_chances(plan: RacePlan, cell_RK: Tensor, exists_RK: Tensor) -> Tensor:
-    """Return each child's chance to have the largest place, given all children; exact, for tests, in K · C per row.
+    """Return each child's chance to have the largest place, given all children; exact but slow (K · C per row), for tests.
 
-    A child's place is uniform in each cell, with some chance for each: the chance that all others are lower is a
-    polynomial there, and Gauss–Legendre integration of enough points is exact.
+    A child is in each cell with some chance, and uniform there. So the chance that all others are lower is a polynomial in each
+    cell, which Gauss–Legendre integration with enough points integrates exactly.
     """
     mass_RKC = _chances_of_cells(plan, cell_RK)
     lower_RKC = mass_RKC.cumsum(-1) - mass_RKC
@@ -166,7 +165,7 @@ def winning_chances(plan: RacePlan, cell_RK: Tensor, exists_RK: Tensor) -> Tenso
 
 
 def _chances_of_cells(plan: RacePlan, cell_RK: Tensor) -> Tensor:
-    """Return in which cell's places a child of each cell ends up, over the numbers that `places` takes."""
+    """Return the chance that each child ends up in each cell's places, over the random numbers that `places` takes."""
 
     def of_children(table_RC: Tensor) -> Tensor:
         return table_RC.gather(1, cell_RK)[..., None]
@@ -187,19 +186,19 @@ def _chances_of_cells(plan: RacePlan, cell_RK: Tensor) -> Tensor:
 def count_certain(value_RK: Tensor, more_RJ: Tensor, total_R1: Tensor, count: Tensor | int, threshold: float) -> Tensor:
     """Return m, how many of a row's first children are certain, `[R, 1]`.
 
-    Child m + 1 is, if so many draws from what the first m leave would take it `threshold` times or more on average, and if
-    another token is left after it: the rest keeps one, so that all children exist or none does.
+    Child m + 1 is certain if the n − m remaining draws from what the first m leave would draw it `threshold` times or more on
+    average, and if another token is left after it: the rest must keep one, so that either all children exist or none.
 
     Parameters
     ----------
     value_RK : Tensor
         Draft weights of the children, or of the top tokens, in order.
     more_RJ : Tensor
-        Whether another token is left after each of them but the last.
+        Whether another token is left after each of them except the last.
     total_R1 : Tensor
-        Of all draft weights, float64.
+        Sum of all draft weights, float64.
     count : Tensor or int
-        n, children of each row.
+        n, the number of children of each row.
     """
     left_RK = count - torch.arange(value_RK.shape[1], device=value_RK.device)
     rest_RK = total_R1 - value_RK.cumsum(-1) + value_RK
@@ -213,15 +212,15 @@ class Contest:
 
     plan: RacePlan
     token_RK: Tensor
-    """The children; where one is missing, the first again."""
+    """The children; missing ones repeat the first."""
     cell_RK: Tensor
     """Their cells."""
     racing_RK: Tensor
-    """Children that race: there, and not certain."""
+    """Children that race: those that exist and are not certain."""
     distribution_RV: Tensor
-    """r': distribution of the selected child over drawing and race; a zero row where there are no children."""
+    """r', the distribution of the selected child over drawing and race; zeros for rows without children."""
     certain_RK: Tensor | None = None
-    """Target distribution p_t of the certain children, 0 at the others; None where no row has any."""
+    """Target probabilities p_t of the certain children, 0 for others; None if no children are ever certain."""
     keep_RK: Tensor | None = None
     """Chance r'/r that a winner does not hand over."""
 
@@ -239,12 +238,12 @@ class Contest:
         Parameters
         ----------
         target_probs_RV, draft_probs_RV : Tensor
-            Weights in any scale.
+            Unnormalised weights.
         threshold : float, optional
-            Where the first children may be certain: what they were drawn with, see `Hybrid`; the others are independent
-            draws from the rest of the draft distribution.
+            The threshold that children were drawn with, see `Hybrid`: the first may be certain, the others are independent
+            draws from the rest of the draft distribution. None if all are independent.
         buckets : int, optional
-            How many cells; without it the vocabulary is sorted.
+            Number of cells; if not given, the vocabulary is sorted.
         """
         exists_RK = children_RK != NO_TOKEN
         token_RK = torch.where(exists_RK, children_RK, children_RK[:, :1]).clamp(min=0)
@@ -262,7 +261,7 @@ class Contest:
             cell_RV, cells = bucketed_cells(target_probs_RV, draft_probs_RV, scale_R1, buckets)
         cell_RK = cell_RV.gather(1, token_RK)
         if apart_RK is not None:
-            # Certain ones go into cell 0, whose mass is forgotten. A missing child repeats the first, so does as that does.
+            # Certain children go into cell 0, whose mass is dropped. Missing ones go where the first child goes.
             cell_RK = cell_RK * (racing_RK | ~apart_RK[:, :1])
             cell_RV.scatter_(1, token_RK, cell_RK)
         target_RC, weight_RC = (
@@ -274,14 +273,14 @@ class Contest:
             target_RC[:, 0] = 0.0
             weight_RC[:, 0] = 0.0
         target_RC = quotient(target_RC, target_mass_R1)
-        # Summed anew: a difference of sums may leave something where nothing is.
+        # Summed again, because a difference of sums may not be 0 when nothing is left.
         draft_RC = quotient(weight_RC, weight_RC.sum(-1, keepdim=True))
         plan = make_plan(target_RC, draft_RC, racing_RK.sum(-1, keepdim=True))
         if apart_RK is None:
             distribution_RV = quotient(plan.selected_RC, weight_RC).gather(1, cell_RV) * draft_RV
             return cls(plan, token_RK, cell_RK, racing_RK, distribution_RV)
         certain_RK = quotient(target_RV.gather(1, token_RK), target_mass_R1) * apart_RK
-        # r', what winners keep when the certain children's mass goes to them from where r exceeds p.
+        # r': what winners keep after the certain children get their mass from where r exceeds p.
         beyond_RC = (plan.selected_RC - target_RC).clamp(min=0)
         given_R1 = quotient(certain_RK.sum(-1, keepdim=True), beyond_RC.sum(-1, keepdim=True)).clamp(max=1)
         left_RC = plan.selected_RC - beyond_RC * given_R1
@@ -291,18 +290,18 @@ class Contest:
         return cls(plan, token_RK, cell_RK, racing_RK, distribution_RV, certain_RK, keep_RK)
 
     def select(self, uniforms_RU: Tensor) -> Tensor:
-        """Run the race and return one child of each row, by one number, and two more per child."""
+        """Run the race and return one child per row, with one random number and two more per child."""
         width, number_RU = self.token_RK.shape[1], uniforms_RU.double()
-        # Pairs side by side: which numbers are a child's must not depend on how many columns the batch has.
+        # In pairs, so that a child's numbers do not depend on how many columns the batch has.
         partner_RK, place_RK = number_RU[:, 1 : 1 + 2 * width : 2], number_RU[:, 2 : 2 + 2 * width : 2]
         place_RK = torch.where(self.racing_RK, places(self.plan, self.cell_RK, partner_RK, place_RK), -1.0)
         index_R1 = place_RK.argmax(-1, keepdim=True)
         if self.certain_RK is not None and self.keep_RK is not None:
             keep_R1, number_R1 = self.keep_RK.gather(1, index_R1), number_RU[:, :1]
-            # A number above `keep` is uniform there, so it also tells who takes over.
+            # A number above `keep` is uniform there, so it also decides who takes over.
             running_RK = self.certain_RK.cumsum(-1)
             heir_R1 = _passed(running_RK, quotient(number_R1 - keep_R1, 1 - keep_R1) * running_RK[:, -1:])
-            # Rounding may put a mark at the very end; the winner then keeps its place, with a chance of 1e-16.
+            # Rounding may put the mark at the very end (chance 1e-16); then the winner stays.
             kept_R1 = (number_R1 < keep_R1) | (heir_R1 == width)
             index_R1 = torch.where(kept_R1, index_R1, heir_R1.clamp(max=width - 1))
         token_R1 = torch.where(self.racing_RK.any(-1, keepdim=True), self.token_RK.gather(1, index_R1), NO_TOKEN)
@@ -319,12 +318,12 @@ class Contest:
 
 
 def _certain_children(children_RK: Tensor, draft_RK: Tensor, total_R1: Tensor, count_R1: Tensor, threshold: float) -> Tensor:
-    """Find m again, from the children alone.
+    """Recover m from the children alone.
 
-    While certain children last, the next one is the top token left, and passes the threshold. The first that is not
-    certain does not: no token left did. Or it was the only one left; then the next child is the same.
+    Each certain child is the top token left, and passes the threshold. The first child that is not certain fails it, as every
+    token left did; or only one token was left, and then the next child is the same.
 
-    The total is the one that the children were drawn with, unless another order of summation rounded it differently, and it
-    would take a ratio within 1e-15 of the threshold to tell.
+    The total may be rounded differently from when the children were drawn, if it was summed in another order. That matters only
+    for a ratio within 1e-15 of the threshold.
     """
     return count_certain(draft_RK, children_RK[:, 1:] != children_RK[:, :-1], total_R1, count_R1, threshold)

@@ -1,6 +1,6 @@
-"""All children certain but one, which alone is tested: speculative sampling against the distribution of the rest, q^{-Top}.
+"""All children but one are certain; that one is tested by speculative sampling against the rest's distribution q^{-Top}.
 
-Acceptance P(Top) + Σ min(p, q^{-Top}) ([1], Theorem 7) is the most that any verifier can with these children.
+Acceptance P(Top) + Σ min(p, q^{-Top}) ([1], Theorem 7) is the most that any verifier reaches with these children.
 
 References
 ----------
@@ -26,7 +26,7 @@ class Greedy(Scheme):
     name = "greedy"
 
     def child_distribution(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
-        """Eq. 18: all mass on the next likeliest token; for the last child the distribution of the rest."""
+        """Eq. 18: all mass on the next likeliest token; for the last child, the distribution of the rest."""
         rank = earlier_RJ.shape[1]
         if rank == count - 1:
             return without(normalised(draft_probs_RV), earlier_RJ)
@@ -37,7 +37,7 @@ class Greedy(Scheme):
         return distribution_RV.scatter_(1, token_RK[:, rank : rank + 1], (value_RK[:, rank : rank + 1] > 0).double())
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        """Take the likeliest, draw the last; where the support ends sooner, the children are all of it."""
+        """Take the likeliest tokens and draw the last child; if the support is smaller, the children are all of it."""
         count = uniforms_RK.shape[1]
         value_RK, token_RK = largest(draft_probs_RV, count)
         value_RK, token_RK = value_RK[:, : count - 1], token_RK[:, : count - 1]
@@ -51,11 +51,11 @@ class Greedy(Scheme):
         return _SPECULATIVE.distribution(target_probs_RV, *self._tested(draft_probs_RV, children_RK))
 
     def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        """Accept that child, or emit from the residual, which may be a child as well."""
+        """Accept that child, or emit from the residual, which may hit another child."""
         return _SPECULATIVE.verify(target_probs_RV, *self._tested(draft_probs_RV, children_RK), uniforms_RU)
 
     def _tested(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rest's distribution and the child drawn from it; where a support ended, its last token is the rest."""
+        """Return the rest's distribution and the child drawn from it; if the support ended, its last token is the rest."""
         exists_RK = children_RK != NO_TOKEN
         top_RK = torch.nn.functional.pad(exists_RK[:, 1:], (0, 1))
         draft_RV, token_RK = draft_probs_RV.double(), children_RK.clamp(min=0)
@@ -66,13 +66,13 @@ class Greedy(Scheme):
 
 @SCHEMES.register("spechub")
 class SpecHub(Greedy):
-    """Two candidates, one of them always the likeliest draft token, the hub."""
+    """Two candidates, one of which is always the likeliest draft token, the hub."""
 
     name = "spechub"
     max_children = 2
 
     def child_distribution(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
-        """Eq. 21: a draw from the draft distribution, then the hub, or a draw from the rest where the first was the hub."""
+        """Eq. 21: a draw from the draft distribution, then the hub, or a draw from the rest if the first was the hub."""
         draft_RV = normalised(draft_probs_RV)
         if earlier_RJ.shape[1] == 0:
             return draft_RV
@@ -82,7 +82,7 @@ class SpecHub(Greedy):
         return torch.where(first_R1 == hub_R1, without(draft_RV, hub_R1), hub_RV)
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        """Draw one child, and the second as the first demands."""
+        """Draw one child, then the second one depending on the first."""
         first_R1 = draw_independent(draft_probs_RV, uniforms_RK[:, :1])
         if uniforms_RK.shape[1] == 1:
             return first_R1
@@ -92,13 +92,13 @@ class SpecHub(Greedy):
         return torch.cat([first_R1, torch.where(first_R1 == NO_TOKEN, NO_TOKEN, second_R1)], dim=1)
 
     def _tested(self, draft_probs_RV: Tensor, children_RK: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the distribution of the rest and the child that is not the hub; of a lone child, the draft distribution."""
+        """Return the rest's distribution and the child that is not the hub; for a lone child, the draft distribution."""
         draft_RV = draft_probs_RV.double()
         first_R1, second_R1 = children_RK[:, :1], children_RK[:, 1:2]
         if second_R1.shape[1] == 0:
             return draft_RV, first_R1
         first_mass_R1, second_mass_R1 = (draft_RV.gather(1, child_R1.clamp(min=0)) for child_R1 in (first_R1, second_R1))
-        # The hub is the likelier child, of equally likely ones that with the smaller id.
+        # The hub is the likelier child; of equally likely ones, the one with the smaller id.
         hub_first_R1 = (first_mass_R1 > second_mass_R1) | ((first_mass_R1 == second_mass_R1) & (first_R1 < second_R1))
         two_R1 = second_R1 != NO_TOKEN
         hub_R1 = torch.where(hub_first_R1, first_R1, second_R1).clamp(min=0)

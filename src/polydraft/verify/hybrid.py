@@ -1,13 +1,12 @@
 """RACE and HYBRID: one child is picked by a race, then accepted as in speculative sampling.
 
-`race` has n independent children, whose order does not matter, and accepts Σ min(p, r) = 1 − max(0, max_k (X_kⁿ − P_k)) over
-prefixes by falling q/p: the most that any verifier can with them ([1], Theorem 3). How the winner is
-found is in `polydraft.verify.contest`.
+`race` has n independent children in any order, and accepts Σ min(p, r) = 1 − max(0, max_k (X_kⁿ − P_k)) over prefixes by
+falling q/p: the most that any verifier reaches with them ([1], Theorem 3). `polydraft.verify.contest` finds the winner.
 
 `hybrid` takes the draft's top m tokens for certain and draws the other n − m independently. m follows from the draft
 distribution and n alone: a top token is made certain while its expected number among the remaining draws, q_(m+1) (n − m) / (1
 − q(Top_m)), is at least a threshold. Acceptance P(T) + 1 − max(0, max_k (X_k^{n−m} − P_k)) outside T is the most that any
-verifier can with these children. m = n − 1 is the greedy method of [1], m = 0 is `race`.
+verifier reaches with these children. m = n − 1 is the greedy method of [1], m = 0 is `race`.
 
 References
 ----------
@@ -31,7 +30,7 @@ from polydraft.verify.scheme import SCHEMES, IndependentChildren, Scheme, Select
 from polydraft.verify.weights import Ranked, largest, normalised, ratio
 
 _MOST_CHILDREN = 64
-"""Every child takes two random numbers, and the numbers a node may use are fixed before its children are known."""
+"""A limit, because every child takes two random numbers, and a node's numbers are set aside before its children are known."""
 
 
 @SCHEMES.register("race")
@@ -43,12 +42,12 @@ class Race(IndependentChildren):
     select_uniforms = 1 + 2 * _MOST_CHILDREN
     verify_uniforms = 2 + 2 * _MOST_CHILDREN
     buckets: int | None = None
-    """How many buckets of like tokens stand for the vocabulary; None sorts instead."""
+    """How many buckets of similar tokens replace the vocabulary; None sorts it instead."""
     threshold: float | None = None
-    """From how many expected draws on a top token is a certain child, which does not race; None where none is."""
+    """Expected draws from which a top token is a certain child, which does not race; None if none ever is."""
 
     def contest(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Contest:
-        """Set up the race of the children that are not certain."""
+        """Set up the race of all children that are not certain."""
         return Contest.of(target_probs_RV, draft_probs_RV, children_RK, self.threshold, self.buckets)
 
     def select(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Selection:
@@ -62,7 +61,7 @@ class Race(IndependentChildren):
         return accepted_or_residual(target_probs_RV, selection, uniforms_RU[:, :1].double())
 
     def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Chances of the children to be selected, times those to be accepted; what is left goes to (p − r)₊. Slow."""
+        """Chance of each child to be selected, times its chance to be accepted; the remainder goes to (p − r)₊. Slow."""
         contest = self.contest(target_probs_RV, draft_probs_RV, children_RK)
         target_RV, selected_RV = normalised(target_probs_RV), contest.distribution_RV
         token_RK = contest.token_RK
@@ -83,7 +82,7 @@ class RaceBucketed(Race):
 
 
 def accepted_or_residual(target_probs_RV: Tensor, selection: Selection, uniform_R1: Tensor) -> Tensor:
-    """Speculative sampling of a selected child against its distribution: one number decides, and draws the residual."""
+    """Test a selected child by speculative sampling; one random number decides, and draws from the residual if it fails."""
     target_RV = target_probs_RV.double()
     mass_R1 = target_RV.sum(-1, keepdim=True)
     token_R1 = selection.token_R[:, None].clamp(min=0)
@@ -93,18 +92,18 @@ def accepted_or_residual(target_probs_RV: Tensor, selection: Selection, uniform_
     if can_sync(accepted_R1) and accepted_R1.all():
         return selection.token_R
     residual_RV = torch.addcmul(target_RV, selection.distribution_RV, mass_R1, value=-1).clamp_(min=0)
-    # Rejected marks are uniform from p to r.
+    # A rejected mark is uniform between p and r.
     left_R1 = torch.where(selected_R1 > 0, ratio(mark_R1 - target_R1, selected_R1 - target_R1), uniform_R1)
     drawn_R1 = draw_one(residual_RV, left_R1[:, 0])[:, None]
-    # Rounding may reject where p = r and nothing is left to emit.
+    # Rounding may reject although p = r, and then nothing is left to emit.
     accepted_R1 |= (drawn_R1 == NO_TOKEN) & (target_R1 > 0) & (selected_R1 > 0)
     return torch.where(accepted_R1, selection.token_R[:, None], drawn_R1)[:, 0]
 
 
 def threshold_of(scheme: Scheme) -> float | None:
-    """Return the threshold of a bucketed race, infinity where no child is certain; None for any other scheme.
+    """Return the threshold of a bucketed race, infinity if no child is ever certain; None for any other scheme.
 
-    A derived class that picks or races in its own way has none either: faster forms know only the registered schemes.
+    Also None for subclasses that pick or race in their own way: faster forms know only the registered schemes.
     """
     if not isinstance(scheme, Race) or scheme.buckets is None:
         return None
@@ -115,7 +114,7 @@ def threshold_of(scheme: Scheme) -> float | None:
 
 @operation
 def draw_hybrid(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -> Tensor:
-    """Draw K children per row: the top m for certain, the others independently from the rest."""
+    """Draw K children per row: the top m for certain, the rest independently."""
     if uniforms_RK.shape[1] == 1:  # an only child is never certain
         return draw_independent(draft_probs_RV, uniforms_RK)
     return _drawn(draft_probs_RV, uniforms_RK, threshold, uniforms_RK.shape[1], None)
@@ -132,9 +131,9 @@ def _drawn(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float, count:
 def split(
     draft_probs_RV: Tensor, most: int, threshold: float, count: Tensor | int, ranked: Ranked | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return top tokens, which of them are certain, and the weights without these.
+    """Return the top tokens, which of them are certain, and the weights without these.
 
-    `count` is each row's number of children, up to `most`; `ranked` the `most` largest weights, where they are known.
+    `count` is each row's number of children, up to `most`; `ranked` are the `most` largest weights, if already known.
     """
     value_RK, token_RK = largest(draft_probs_RV, most) if ranked is None else ranked
     assert value_RK.shape[1] == min(most, draft_probs_RV.shape[1]), (value_RK.shape, most)
@@ -153,9 +152,10 @@ class Hybrid(Race):
     ----------
     threshold : float, optional
         Expected draws from which a top token is made certain, 0.5 if not given; 0 for all but one, infinity for none. Any
-        choice is exact as long as it is the same for drawing and verifying. By name: ``hybrid:0.7``.
+        value is exact as long as drawing and verifying use the same. By name: ``hybrid:0.7``.
     buckets : int, optional
-        Of like tokens, in the race; None sorts the vocabulary, which takes ten times as long for less than 1e-4 of acceptance.
+        Buckets of similar tokens in the race; None sorts the vocabulary, which takes ten times as long for less than 1e-4 of
+        acceptance.
     """
 
     name = "hybrid"
@@ -190,17 +190,17 @@ class Hybrid(Race):
         return torch.where(certain_RK[:, rank : rank + 1], top_RV, normalised(rest_RV))
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        """Take the top tokens, draw the others from the rest."""
+        """Take the top tokens, and draw the others from the rest."""
         return draw_hybrid(draft_probs_RV, uniforms_RK, self.threshold)
 
     def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor, ranked: Ranked | None = None) -> Tensor:
-        """Draw all that a row may have, and cut off those beyond its number of children, which the others do not depend on."""
+        """Draw K children for every row, then drop those beyond its own number, which the others do not depend on."""
         children_RK = _drawn(draft_probs_RV, uniforms_RK, self.threshold, count_R1, ranked)
         return torch.where(torch.arange(children_RK.shape[1], device=count_R1.device) < count_R1, children_RK, NO_TOKEN)
 
 
 @cache
 def _with_threshold(kind: type[Hybrid], threshold: float) -> type[Scheme]:
-    """Return the one class of all hybrid schemes with this threshold."""
+    """Return the class of hybrid schemes with this threshold, always the same one."""
     members = {"name": f"hybrid:{threshold!r}", "usual_threshold": threshold, "__doc__": kind.__doc__}
     return type(kind.__name__, (kind,), members)

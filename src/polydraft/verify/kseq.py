@@ -1,7 +1,7 @@
 """K-SEQ: independent children tested one after the other, each accepted with chance min(1, p / (ρ q)).
 
-ρ solves 1 − (1 − β(ρ))ⁿ = ρ β(ρ), β(ρ) = Σ min(p / ρ, q) ([1] eq. 30); acceptance is 1 − (1 − β)ⁿ, and more
-where the residual hits a child.
+ρ solves 1 − (1 − β(ρ))ⁿ = ρ β(ρ), β(ρ) = Σ min(p / ρ, q) ([1] eq. 30); acceptance is 1 − (1 − β)ⁿ, or more if the residual
+hits a child.
 
 References
 ----------
@@ -23,7 +23,7 @@ class KSeq(IndependentChildren):
     Parameters
     ----------
     steps : int
-        Halvings of the interval of ρ. Too few cost acceptance, never exactness.
+        Bisection steps for ρ. Too few cost acceptance, never exactness.
     """
 
     name = "kseq"
@@ -32,7 +32,7 @@ class KSeq(IndependentChildren):
         self.steps = steps
 
     def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Eq. 32 for the children and eq. 33 for what they leave."""
+        """Eq. 32 for the children, and eq. 33 for the residual."""
         exists_RK = children_RK != NO_TOKEN
         token_RK = children_RK.clamp(min=0)
         target_RV, draft_RV = normalised(target_probs_RV), normalised(draft_probs_RV)
@@ -49,7 +49,7 @@ class KSeq(IndependentChildren):
         return (residual_RV * undecided_RK[:, -1:]).scatter_add_(1, token_RK, emitted_RK)
 
     def _rho(self, target_RV: Tensor, draft_RV: Tensor, count_R1: Tensor) -> Tensor:
-        """Return ρ, or slightly more: the upper end of its interval, since below the root eq. 33 would be negative."""
+        """Return ρ or slightly more: the upper end of the interval, because below the root eq. 33 would be negative."""
         lower_R1, upper_R1 = torch.ones_like(target_RV[:, :1]), count_R1.clamp(min=1).double()
         for _ in range(self.steps):
             middle_R1 = (lower_R1 + upper_R1) / 2

@@ -1,6 +1,6 @@
-"""Schemes that draw the emitted token from the target's distribution and look whether it is among the children.
+"""Schemes that draw the emitted token from the target's distribution and check whether it is one of the children.
 
-Exact whatever the children are, as long as they do not depend on the verification's random numbers.
+They are exact whatever the children are, as long as these do not depend on the verification's random numbers.
 """
 
 import torch
@@ -16,7 +16,7 @@ class Naive(DistinctChildren):
     """Multi-candidate naive sampling (MCNS in MCSD §4.5), with distinct candidates from the draft distribution."""
 
     name = "naive"
-    replacement = None  # whatever the children are, verification does not mind
+    replacement = None  # verification works for any children
     follows_target = True
 
     def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ class Naive(DistinctChildren):
         return normalised(target_probs_RV)
 
     def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        """Draw from the target's distribution as it came, which need not sum to one."""
+        """Draw from the target's weights, which need not sum to one."""
         return draw_one(target_probs_RV, uniforms_RU[:, 0])
 
 
@@ -32,7 +32,7 @@ class Naive(DistinctChildren):
 class Top(Naive):
     """The n likeliest draft tokens as children; naive sampling is then optimal.
 
-    This is also the limit of drawing without replacement as the draft temperature goes to 0, so it serves there.
+    It is also the limit of drawing without replacement as the draft temperature goes to 0, so it stands for every scheme there.
     """
 
     name = "top"

@@ -1,4 +1,4 @@
-"""Verification node by node: each node emits a token, and the walk goes on while that is one of its children."""
+"""Verification node by node: each node emits a token, and the walk goes on while that token is one of its children."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -32,8 +32,8 @@ Emit = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 class NodeWalk(Walk):
     """Emit one token at each node; if it is one of the children, continue from that child, otherwise stop (MCSD §3).
 
-    Each step is exact given the path so far, so the whole is. At the last level there are no children and the token
-    comes from the target's distribution itself.
+    Each step is exact given the path so far, so the whole walk is. At the last level there are no children, and the token comes
+    from the target's distribution itself.
     """
 
     name = "node"
@@ -48,7 +48,7 @@ class NodeWalk(Walk):
         return scheme.verify_uniforms * (depth + 1)
 
     def run(self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor) -> Verdict:
-        """Walk all rows in step; at temperature 0 without a distribution."""
+        """Walk all rows in step; at temperature 0, without computing distributions."""
         if isinstance(target_distribution, TreeDistributions) and target_distribution.greedy:
             return greedy_verdict(draft, target_distribution)
         if draft.depth == 0 or (draft.tokens_BN.shape[1] == 1 and scheme.follows_target):  # there is no draft
@@ -60,7 +60,7 @@ class NodeWalk(Walk):
 
 
 def _columns(draft: DraftTree) -> int:
-    """Return how many tokens the tables of this walk have."""
+    """Return how many columns the float64 tables of this walk have."""
     if not draft.distributions:
         return 0
     return draft.distributions[0].shape[-1] if draft.vocabulary is None else draft.vocabulary.size
@@ -69,8 +69,8 @@ def _columns(draft: DraftTree) -> int:
 def verify_step_by_step(
     scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor
 ) -> Verdict:
-    """Let the nodes on each row's path emit their tokens, one level after the other."""
-    drawn_depth = len(draft.distributions) or draft.depth  # deeper nodes have only further children
+    """Let the nodes on each row's path emit their tokens, level by level."""
+    drawn_depth = len(draft.distributions) or draft.depth  # deeper nodes have only n-gram children
 
     def emit(level: int, node_B: Tensor, path_BP: Tensor) -> tuple[Tensor, Tensor]:
         target_probs_BV = draft_probs_BV = target_distribution(node_B, path_BP)
@@ -87,7 +87,7 @@ def verify_step_by_step(
 
 
 def _step_by_step(draft: DraftTree, emit: Emit) -> Verdict:
-    """Walk all rows in step; rows that have stopped idle along, and where the host may look it stops with the last of them."""
+    """Walk all rows in step; rows that have stopped stay idle. If the host may look at values, end once all have stopped."""
     node_B = torch.zeros_like(draft.tokens_BN[:, 0])
     accepted_B, offered_B, fault_B = (torch.zeros_like(node_B) for _ in range(3))
     going_B = torch.ones_like(node_B, dtype=torch.bool)
@@ -98,8 +98,7 @@ def _step_by_step(draft: DraftTree, emit: Emit) -> Verdict:
         token_B, broken_B = emit(level, node_B, tokens_BD[:, :level])
         tokens_BD[:, level] = token_B.where(going_B, NO_TOKEN)
         fault_B = torch.where(going_B & (fault_B == Fault.NONE), broken_B, fault_B)
-        # Whatever the scheme drew, the token has the target's distribution: if n-grams proposed it, the walk goes on
-        # as well.
+        # The token has the target's distribution whatever the scheme drew, so the walk may also go on to an n-gram candidate.
         nodes_BK, children_BK = draft.followers(node_B)
         match_BK = (children_BK == token_B[:, None]) & (children_BK != NO_TOKEN)
         offered_B += going_B & (children_BK != NO_TOKEN).any(-1)
@@ -117,7 +116,7 @@ def _step_by_step(draft: DraftTree, emit: Emit) -> Verdict:
 def verify_everywhere(
     scheme: Scheme, draft: DraftTree, target_distributions: TreeDistributions, uniforms_BU: Tensor
 ) -> Verdict:
-    """Let every node emit its token, by its level's random numbers, then follow those that are children."""
+    """Let every node emit a token with its level's random numbers, then follow the tokens that are children."""
     target_BNV = target_distributions.everywhere(draft)
     (batch, nodes, _), used = target_BNV.shape, scheme.verify_uniforms
     level_BN1 = draft.depths_BN.clamp(max=draft.depth)[..., None]
@@ -131,7 +130,7 @@ def verify_everywhere(
         draft_RV = draft.vocabulary.spread(draft_RV)
     token_R = scheme.verify(target_RV, draft_RV, draft.all_children().flatten(0, 1), uniforms_RU)
     verdict = follow_tokens(draft, token_R.view(batch, nodes))
-    # Behind the last level nothing was drawn: the token comes from the target's distribution itself.
+    # Below the last level nothing was drawn: the token comes from the target's distribution itself.
     last_B11 = verdict.path_BD[:, -1:, None].expand(-1, 1, target_BNV.shape[-1])
     bonus_B = draw_one(target_BNV.gather(1, last_B11)[:, 0], uniforms_BDU[:, -1, 0])
     last_B = bonus_B.where(verdict.accepted_B == draft.depth, verdict.tokens_BD[:, -1])
@@ -144,9 +143,9 @@ def verify_everywhere(
 
 
 def greedy_verdict(draft: DraftTree, distributions: TreeDistributions) -> Verdict:
-    """Follow the children that are the target's own tokens, without a distribution, or a random number, in sight.
+    """Follow the children that are the target's likeliest tokens; needs no distributions and no random numbers.
 
-    Every exact scheme emits the one token that has mass, whatever it drew, so this is what each of them comes to.
+    At temperature 0 every exact scheme emits the one token that has mass, whatever it drew, so this does what they all do.
     """
 
     def emit(level: int, node_B: Tensor, path_BP: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,7 +153,7 @@ def greedy_verdict(draft: DraftTree, distributions: TreeDistributions) -> Verdic
         return token_B, torch.where(token_B == NO_TOKEN, Fault.TARGET, Fault.NONE)
 
     logits_BNV, at_once = distributions.logits_in_order(), all_at_once(distributions, draft)
-    # A host stops at the first miss, unless compiled code looks at all nodes sooner.
+    # On the host it is faster to stop at the first miss, unless compiled code looks at all nodes.
     if logits_BNV is not None and (at_once or follow_largest.chosen(draft, logits_BNV) is not None):
         verdict = follow_largest(draft, logits_BNV)
     elif at_once:
@@ -163,14 +162,14 @@ def greedy_verdict(draft: DraftTree, distributions: TreeDistributions) -> Verdic
         verdict = _step_by_step(draft, emit)
     if not draft.distributions:
         return verdict
-    # Only the draft's first distribution is looked at: it shows whether the draft is sound.
+    # Of the draft's distributions only the first is checked for NaNs.
     broken_B = draft.distributions[0][:, 0].sum(-1).isnan() & (verdict.fault_B == Fault.NONE)
     return replace(verdict, fault_B=torch.where(broken_B, Fault.DRAFT, verdict.fault_B))
 
 
 @operation
 def follow_largest(draft: DraftTree, logits_BNV: Tensor) -> Verdict:
-    """Return where the tokens of the largest logits lead; a node whose largest is infinite or not a number emits `NO_TOKEN`.
+    """Follow the tokens of the largest logits; a node whose largest is infinite or NaN emits `NO_TOKEN`.
 
     Of equal logits the first one counts.
     """
@@ -181,13 +180,13 @@ def follow_largest(draft: DraftTree, logits_BNV: Tensor) -> Verdict:
 
 @operation
 def follow_tokens(draft: DraftTree, tokens_BN: Tensor) -> Verdict:
-    """Return where the tokens that all nodes emit lead: find every node's way on at once, then follow whole numbers.
+    """Follow the tokens that all nodes emit: find every node's successor at once, then follow these.
 
-    The fault is the target's where the last token is `NO_TOKEN`.
+    If the last token is `NO_TOKEN`, the fault is the target's.
     """
     table_BNK, children_BNK = draft.all_followers()
     match_BNK = (children_BNK == tokens_BN[..., None]) & (children_BNK != NO_TOKEN)
-    # The first match, as everywhere: a token drawn twice has equal subtrees in distribution.
+    # The first match: a token drawn twice has equal subtrees in distribution.
     first_BN1 = match_BNK.to(torch.uint8).argmax(-1, keepdim=True)
     child_BN = table_BNK.gather(2, first_BN1)[..., 0]
     goes_BN = match_BNK.any(-1)

@@ -19,13 +19,13 @@ _LARGEST = 1 - 2.0**-53
 
 
 def _rejection_distribution(target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, replacement: bool) -> Tensor:
-    """Test the children in draw order; each rejection moves the target distribution on to its residual.
+    """Test the children in draw order; each rejection replaces the target distribution by its residual.
 
-    Both distributions stay unnormalised, with their masses beside them: a normalised residual ((p − q)₊ scaled to one) costs
-    twice the passes over the vocabulary.
+    Both distributions stay unnormalised, with their masses kept separately: normalising the residual (p − q)₊ would take twice
+    as many passes over the vocabulary.
 
-    Deviations from [2]: in float64; a residual without mass (p = q) is never divided by, nothing is left to emit there; the
-    acceptance test is the strict `U q < p`, so a token without target mass is never accepted.
+    Deviations from [2]: computed in float64; never divides by a residual without mass (p = q), where nothing is left to emit;
+    the acceptance test is the strict `U q < p`, so a token without target mass is never accepted.
     """
     target_RV, draft_RV = target_probs_RV.double(), draft_probs_RV.double()
     if not replacement:
@@ -37,7 +37,7 @@ def _rejection_distribution(target_probs_RV: Tensor, draft_probs_RV: Tensor, chi
         exists_R1 = child_R1 != NO_TOKEN
         token_R1 = child_R1.clamp(min=0)
         drawn_R1 = draft_RV.gather(1, token_R1)
-        # How much target mass stands against one unit of draft: residuals are (p − scale · q)₊.
+        # Target mass per unit of draft mass: residuals are (p − scale · q)₊.
         scale_R1 = torch.where(exists_R1, ratio(target_mass_R1, draft_mass_R1), 0.0)
         accept_R1 = ratio(target_RV.gather(1, token_R1), scale_R1 * drawn_R1).clamp(max=1.0)
         emitted.append(undecided_R1 * accept_R1)
@@ -54,9 +54,9 @@ def _rejection_distribution(target_probs_RV: Tensor, draft_probs_RV: Tensor, chi
 def _rejection_token(
     target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniform_R1: Tensor, replacement: bool
 ) -> Tensor:
-    """Draw from `_rejection_distribution` without computing all of it: a child that is accepted needs no residual.
+    """Draw from `_rejection_distribution` without computing all of it: an accepted child needs no residual.
 
-    One number decides everything: after a rejection it is uniform above the chance to accept.
+    One random number decides everything: after a rejection it is uniform above the chance to accept.
     """
     target_RV, draft_RV, number_R1 = target_probs_RV.double(), draft_probs_RV.double(), uniform_R1.double()
     target_mass_R1, draft_mass_R1 = target_RV.sum(-1, keepdim=True), draft_RV.sum(-1, keepdim=True)
@@ -79,16 +79,16 @@ def _rejection_token(
             draft_RV = draft_RV.scatter(1, index_R1, drawn_R1 * ~exists_R1)
             draft_mass_R1 = draft_RV.sum(-1, keepdim=True)
     left_R1 = draw_one(target_RV, number_R1[:, 0])[:, None]
-    # Rounding may reject where p = q: nothing is left then, and the child was all but accepted.
+    # Rounding may reject although p = q: then nothing is left, and the child was almost accepted.
     left_R1 = torch.where(left_R1 == NO_TOKEN, nearly_R1, left_R1)
     return torch.where(undecided_R1, left_R1, token_R1)[:, 0]
 
 
 class _Rejection(Scheme):
-    """Candidates tested one after the other against what earlier ones left of the target distribution."""
+    """Candidates tested one after the other against what the earlier ones left of the target distribution."""
 
     def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
-        """Residual chain; without replacement a rejected child also leaves the draft distribution."""
+        """Chain residuals; without replacement, a rejected child also leaves the draft distribution."""
         return _rejection_distribution(target_probs_RV, draft_probs_RV, children_RK, bool(self.replacement))
 
     def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:

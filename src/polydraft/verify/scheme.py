@@ -1,7 +1,7 @@
-"""The one interface of all schemes, and the checked way to call it.
+"""The interface of all schemes, and checked functions to call it.
 
-A distribution is finite, not negative and sums to one; nothing is renormalised in silence. The checks are for callers outside
-the engine, whose own hot path looks at no values.
+A distribution must be finite, non-negative and sum to one; nothing is renormalised silently. The checks are for callers outside
+the engine, which does not look at values in its hot path.
 """
 
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ from polydraft.sampling import NO_TOKEN, draw_distinct, draw_independent, draw_o
 from polydraft.verify.weights import Ranked, normalised, without
 
 SUM_TOLERANCE = 1e-3
-"""How far from one a distribution may sum: float32 softmax over any vocabulary is well inside, half precision is not."""
+"""How far from 1 a distribution's sum may be: a float32 softmax over any vocabulary is well inside, half precision is not."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,9 +25,9 @@ class Selection:
     """One child per row, picked but not yet accepted."""
 
     token_R: Tensor
-    """The child, or `NO_TOKEN` where a row has none."""
+    """The child, or `NO_TOKEN` if the row has none."""
     distribution_RV: Tensor
-    """Distribution of the picked child over drawing and picking; float64, a zero row where there is none.
+    """Distribution r of the picked child over drawing and picking; float64, zeros if there is none.
 
     Accepting the child with chance min(1, p/r) and else emitting from (p − r)₊ is exact; block verification multiplies
     these ratios along a path.
@@ -35,14 +35,14 @@ class Selection:
 
 
 class Scheme(ABC):
-    """A way of drawing the children of a node, and the verification that is exact for exactly that way.
+    """A way of drawing the children of a node, and the verification that is exact for children drawn that way.
 
-    A scheme says two things. `child_distribution`: the distribution of the next child given the earlier ones. `distribution`:
-    the distribution of the emitted token given all children. Averaged over the drawing, `distribution` must be the target's
-    distribution; the test suite enumerates that for every registered scheme.
+    A scheme defines two distributions. `child_distribution`: of the next child, given the earlier ones. `distribution`: of the
+    emitted token, given all children. Averaged over the draws, `distribution` must be the target's distribution; the test suite
+    enumerates that for every registered scheme.
 
-    All tensors have rows R, any number of nodes side by side. Probabilities may arrive in any floating dtype and need
-    not sum to one exactly; children are token ids in draw order with `NO_TOKEN` at the end where there are fewer.
+    All tensors have rows R, one per node, for any number of nodes. Probabilities may have any floating dtype and need not sum
+    to one exactly; children are token ids in draw order, padded with `NO_TOKEN` at the end.
     """
 
     name: ClassVar[str]
@@ -53,27 +53,27 @@ class Scheme(ABC):
     select_uniforms: ClassVar[int | None] = None
     """Random numbers that `select` uses per node; None for schemes that cannot pick a child before accepting it."""
     follows_target: ClassVar[bool] = False
-    """Whether the emitted token is one draw from the target's distribution, whatever the children."""
+    """Whether the emitted token is a single draw from the target's distribution, whatever the children."""
     needs_order_only: ClassVar[bool] = False
-    """Whether drawing the children takes the order of the draft's tokens and not their distribution."""
+    """Whether drawing children needs only the order of the draft's tokens, not their probabilities."""
     replacement: ClassVar[bool | None] = None
-    """Whether children are drawn from the draft with or without replacement; None where they are drawn otherwise."""
+    """Whether children are drawn from the draft with (True) or without replacement (False); None if drawn otherwise."""
 
     @classmethod
     def with_setting(cls, text: str) -> type["Scheme"]:
-        """Return this scheme with a setting that a user has written behind its name, as in ``hybrid:0.7``."""
+        """Return this scheme with a setting that the user wrote after its name, as in ``hybrid:0.7``."""
         raise UsageError(f"scheme {cls.name!r} has no setting, but {cls.name}:{text} is given; use {cls.name}")
 
     @abstractmethod
     def child_distribution(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
-        """Return the distribution of child number J of `count`, given the J earlier ones; a zero row where there is none."""
+        """Return the distribution of child number J of `count`, given the J earlier ones; zeros if there is no such child."""
 
     @abstractmethod
     def distribution(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor) -> Tensor:
         """Return the distribution of the emitted token, given the children, as float64."""
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-        """Draw K children per row. Override where there is a faster way to draw from the same `child_distribution`."""
+        """Draw K children per row. Override if there is a faster way to draw from the same `child_distribution`."""
         count = uniforms_RK.shape[1]
         children_RJ = uniforms_RK.new_empty(len(draft_probs_RV), 0, dtype=torch.long)
         for rank in range(count):
@@ -83,9 +83,9 @@ class Scheme(ABC):
         return children_RJ
 
     def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor, ranked: Ranked | None = None) -> Tensor:
-        """Draw as many of K children as each row says, `NO_TOKEN` behind them. Override where there is a faster way.
+        """Draw each row's own number of children, up to K, padded with `NO_TOKEN`. Override if there is a faster way.
 
-        `ranked` are the K `largest` weights of these distributions, for callers that know them already; they only save time.
+        `ranked` are the K `largest` weights of these distributions, if the caller already knows them; they only save time.
         """
         children_RK = torch.full_like(uniforms_RK, NO_TOKEN, dtype=torch.long)
         for count in range(1, uniforms_RK.shape[1] + 1):
@@ -94,11 +94,11 @@ class Scheme(ABC):
         return children_RK
 
     def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
-        """Return the emitted token of each row: one draw from `distribution`."""
+        """Return each row's emitted token: one draw from `distribution`."""
         return draw_one(self.distribution(target_probs_RV, draft_probs_RV, children_RK), uniforms_RU[:, 0])
 
     def select(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Selection:
-        """Pick one child of each row, for walks that accept whole paths; only where `select_uniforms` is a number."""
+        """Pick one child per row, for walks that accept whole paths; only if `select_uniforms` is not None."""
         raise NotImplementedError(f"scheme {self.name!r} does not pick before it accepts")
 
 
@@ -131,7 +131,7 @@ class IndependentChildren(Scheme):
 
 
 class _Schemes(Registry[type[Scheme]]):
-    """Schemes by name, with their setting behind a colon where there is one."""
+    """Schemes by name, optionally followed by a colon and a setting."""
 
     def get(self, name: str) -> type[Scheme]:
         """Return the scheme called `name`, or raise a `UsageError` that says what is allowed."""
@@ -154,7 +154,7 @@ def check_distribution(name: str, probs_RV: Tensor) -> None:
     Parameters
     ----------
     name : str
-        What to call the tensor in the message.
+        Name of the tensor in the message.
     probs_RV : Tensor
         Rows of probabilities, floating, on any device.
     """
@@ -177,11 +177,11 @@ def check_distribution(name: str, probs_RV: Tensor) -> None:
 
 
 def check_children(scheme: Scheme, draft_probs_RV: Tensor, children_RK: Tensor) -> None:
-    """Raise a `UsageError` unless the children can have been drawn by the scheme from the draft's distribution.
+    """Raise a `UsageError` unless the scheme can have drawn the children from the draft's distribution.
 
-    Each child has mass under the scheme's `child_distribution` given the earlier ones, which rules out tokens outside the
-    draft's support and, for schemes whose children are distinct, repeated ones. Where the support has fewer tokens than
-    children are asked for, the missing ones are `NO_TOKEN` (-1) at the end, as `draw_checked` returns them.
+    Each child must have mass under the scheme's `child_distribution` given the earlier ones, which rules out tokens outside the
+    draft's support and, for schemes with distinct children, repeated ones. If the support has fewer tokens than there should be
+    children, the missing ones are `NO_TOKEN` (-1) at the end, as `draw_checked` returns them.
     """
     rows, vocabulary = draft_probs_RV.shape
     if children_RK.ndim != 2 or len(children_RK) != rows or children_RK.dtype != torch.long or children_RK.shape[1] == 0:
@@ -208,7 +208,7 @@ def _check_count(scheme: Scheme, count: int) -> None:
 def _check_support(scheme: Scheme, draft_probs_RV: Tensor, children_RK: Tensor, exists_RK: Tensor) -> None:
     count_R = exists_RK.sum(-1)
     for count in range(1, children_RK.shape[1] + 1):
-        # Rows by their own number of children: where a support ended sooner, these are all of it, which any number explains.
+        # By each row's own number of children: if the support was smaller, they are all of it, which any number could draw.
         row_R = (count_R == count).nonzero()[:, 0]
         draft_RV, child_RK = draft_probs_RV[row_R], children_RK[row_R]
         for rank in range(count if len(row_R) else 0):
@@ -232,7 +232,7 @@ def check_uniforms(uniforms_RU: Tensor, rows: int, least: int) -> None:
 
 
 def draw_checked(scheme: Scheme, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-    """Draw as many children per row as there are random numbers, `NO_TOKEN` once the draft's support is exhausted."""
+    """Draw one child per random number in each row; `NO_TOKEN` once the draft's support is exhausted."""
     check_distribution("draft_probs", draft_probs_RV)
     check_uniforms(uniforms_RK, len(draft_probs_RV), least=1)
     _check_count(scheme, uniforms_RK.shape[1])
@@ -242,18 +242,18 @@ def draw_checked(scheme: Scheme, draft_probs_RV: Tensor, uniforms_RK: Tensor) ->
 def verify_checked(
     scheme: Scheme, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor
 ) -> Tensor:
-    """Return the emitted token of each row, whose distribution over drawing and verifying is the target's.
+    """Return each row's emitted token; over drawing and verifying, it has the target's distribution.
 
     Parameters
     ----------
     scheme : Scheme
         For example ``SCHEMES.get("hybrid")()``.
     target_probs_RV, draft_probs_RV : Tensor
-        Distributions of the target and of the draft; the very tensor that the children were drawn from.
+        Distributions of the target and of the draft; the latter must be the one that the children were drawn from.
     children_RK : Tensor
         What `draw_checked` returned.
     uniforms_RU : Tensor
-        Fresh random numbers in [0, 1), `scheme.verify_uniforms` a row.
+        Fresh random numbers in [0, 1), `scheme.verify_uniforms` per row.
     """
     check_distribution("target_probs", target_probs_RV)
     check_distribution("draft_probs", draft_probs_RV)

@@ -1,4 +1,4 @@
-"""What verifying a tree takes and gives: the target's distributions, the verdict, the interface of walks and their choice."""
+"""The interface of walks, which verify trees; the target's distributions that they take, and the verdict that they return."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -17,26 +17,26 @@ from polydraft.trees import DraftTree
 from polydraft.verify.scheme import SCHEMES, Scheme
 
 _MOST_BYTES = 2**28
-"""Most room for one table of all nodes' distributions."""
+"""Most bytes for a table of all nodes' distributions."""
 TargetDistribution = Callable[[Tensor, Tensor], Tensor]
 """`(node_B, path_BP) -> probs_BV`: the target's distribution at one node per row, given the path below the root."""
 LEAST_WEIGHT = 2**-6
-"""Chance that a node is kept below which walks over whole paths do not look at its children.
+"""Walks over whole paths do not look at a node's children if the node is kept with less than this chance.
 
-A look costs some passes over the vocabulary, up to a hundredth of a round, and gains no more than that chance. Any number is
-exact, because that chance depends on nothing below the node.
+A look costs some passes over the vocabulary, up to a hundredth of a round, and gains no more than that chance. Any threshold is
+exact, because the chance does not depend on anything below the node.
 """
 AUTO = "auto"
 _PREFERRED = ("block", "node")
 
 
 class TreeDistributions(ABC):
-    """A `TargetDistribution` that knows more: walks take short cuts with it."""
+    """A `TargetDistribution` with more methods, which let walks take short cuts."""
 
     greedy: bool
-    """Whether every distribution is one token, `likeliest`."""
+    """Whether every distribution is a single token, `likeliest`."""
     whole: bool
-    """Whether the logits of all nodes are there, so that all nodes may be asked at once."""
+    """Whether the logits of all nodes are available at once."""
 
     @abstractmethod
     def __call__(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
@@ -44,18 +44,18 @@ class TreeDistributions(ABC):
 
     @abstractmethod
     def everywhere(self, draft: DraftTree) -> Tensor:
-        """Return the distributions at all nodes, `[B, N, V]`, where they are `whole`."""
+        """Return the distributions at all nodes, `[B, N, V]`; only if `whole`."""
 
     @abstractmethod
     def likeliest(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
-        """Return the token of largest probability at one node per row; `NO_TOKEN` where the distribution is not a number."""
+        """Return the likeliest token at one node per row; `NO_TOKEN` if the distribution is NaN."""
 
     @abstractmethod
     def likeliest_everywhere(self, draft: DraftTree) -> Tensor:
-        """Return `likeliest` of all nodes, `[B, N]`, where they are `whole`."""
+        """Return the likeliest token at each node, `[B, N]`; only if `whole`."""
 
     def logits_in_order(self) -> Tensor | None:
-        """Return numbers of all nodes of which the largest is `likeliest`, `[B, N, V]`; None if there are none."""
+        """Return numbers `[B, N, V]` whose largest is at the `likeliest` token of each node; None if there are none."""
         return None
 
 
@@ -65,13 +65,13 @@ class TargetDistributions(TreeDistributions):
     Parameters
     ----------
     features_BNF : Tensor
-        The target's, of all nodes.
+        The target's features at all nodes.
     head : function
-        From features to logits, of any rows.
+        Turns features of any shape into logits.
     warper : Warper
-        From logits to distributions.
+        Turns logits into distributions.
     whole : bool
-        Whether to compute all logits at once; else those of each node as it is visited.
+        Whether to compute all logits at once, or each node's when it is visited.
     """
 
     def __init__(self, features_BNF: Tensor, head: Callable[[Tensor], Tensor], warper: Warper, *, whole: bool) -> None:
@@ -93,16 +93,16 @@ class TargetDistributions(TreeDistributions):
         return self._warper.likeliest(self._logits(node_B), path_BP[:, None])[:, 0]
 
     def likeliest_everywhere(self, draft: DraftTree) -> Tensor:
-        """Return the token of largest logit of all nodes."""
+        """Return the token of largest logit at each node."""
         assert self._logits_BNV is not None
         return self._warper.likeliest(self._logits_BNV, self._paths(draft))
 
     def ranking(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
-        """Return weights that order the tokens at one node per row, where a distribution is one token; see `Warper.ranking`."""
+        """Return weights in the order of the tokens' probabilities, at one node per row; see `Warper.ranking`."""
         return self._warper.ranking(self._logits(node_B), path_BP[:, None])[:, 0]
 
     def logits_in_order(self) -> Tensor | None:
-        """Return the logits of all nodes, where they are there and nothing changes their order."""
+        """Return the logits of all nodes if they are computed at once and nothing changes their order."""
         return self._logits_BNV if self._warper.params.keeps_order else None
 
     def _logits(self, node_B: Tensor) -> Tensor:
@@ -111,17 +111,17 @@ class TargetDistributions(TreeDistributions):
         return self._head(_rows(self._features_BNF, node_B))
 
     def _paths(self, draft: DraftTree) -> Tensor:
-        """Return paths to all nodes, as far as they are needed."""
+        """Return the paths to all nodes; empty ones if nothing depends on them."""
         return draft.paths() if self._warper.params.needs_history else draft.tokens_BN[..., None][..., :0]
 
 
 def all_at_once(
     target_distribution: TargetDistribution | TreeDistributions, draft: DraftTree, columns: int = 0
 ) -> TypeGuard[TreeDistributions]:
-    """Whether a walk asks for the distributions of all nodes at once, before it knows which of them it comes by.
+    """Whether a walk should get the distributions of all nodes at once, before it knows which ones it visits.
 
-    It does where the host may not look at values: it could not stop early, and asking level by level takes as many times more
-    operations as the tree has levels. `columns` are those of the float64 tables that this takes, which must have room.
+    It should if the host may not look at values: then it cannot stop early, and asking level by level multiplies the number of
+    operations by that of levels. `columns` is the width of the float64 tables that this takes, which must fit into memory.
     """
     fits = 8 * draft.tokens_BN.numel() * columns <= _MOST_BYTES
     known = isinstance(target_distribution, TreeDistributions) and target_distribution.whole
@@ -136,20 +136,20 @@ def _rows(table_BNX: Tensor, node_B: Tensor) -> Tensor:
 
 
 class Fault(IntEnum):
-    """What makes a round worthless, found on the device and reported by the host."""
+    """Why the outcome of a round is unusable; found on the device, reported by the host."""
 
     NONE = 0
     TARGET = 1
-    """The target's distribution was not a number."""
+    """The target's distribution was NaN."""
     DRAFT = 2
-    """The draft's distribution was not a number."""
+    """The draft's distribution was NaN."""
     SCHEME = 3
-    """The distributions were numbers, and yet no token came out."""
+    """The distributions were fine, and yet the scheme emitted no token."""
 
 
 def fault_of(target_probs_RV: Tensor, draft_probs_RV: Tensor) -> Tensor:
     """Return the `Fault` of each row's distributions at one node."""
-    # If the target's distribution is NaN, all of it is; a draft's may lack tokens, which are 0 even then.
+    # If the target's distribution is NaN, all of it is; a draft's may lack tokens, whose columns stay 0.
     fault_R = torch.where(draft_probs_RV.sum(-1).isnan(), Fault.DRAFT, Fault.NONE)
     return torch.where(target_probs_RV[:, 0].isnan(), Fault.TARGET, fault_R)
 
@@ -170,7 +170,7 @@ class Verdict:
     """`Fault` of each row."""
 
     def where(self, rows_B: Tensor, other: "Verdict") -> "Verdict":
-        """Return this outcome for some rows, another one for the others."""
+        """Return this verdict for `rows_B` and `other` for all other rows."""
         rows_B1 = rows_B[:, None]
         return Verdict(
             self.path_BD.where(rows_B1, other.path_BD),
@@ -182,7 +182,7 @@ class Verdict:
 
 
 def lone_root(draft: DraftTree, token_B: Tensor) -> Verdict:
-    """Return the verdict on trees of which only the root is there, when the target adds a token to it."""
+    """Return the verdict on lone roots, to which the target adds a token."""
     root_B = torch.zeros_like(token_B)
     tokens_BD = torch.nn.functional.pad(token_B[:, None], (0, draft.depth), value=NO_TOKEN)
     fault_B = torch.where(token_B == NO_TOKEN, Fault.TARGET, Fault.NONE)
@@ -190,7 +190,7 @@ def lone_root(draft: DraftTree, token_B: Tensor) -> Verdict:
 
 
 def followed(next_BN: Tensor, depth: int) -> Tensor:
-    """Return the nodes that one comes by from the root, `[B, depth + 1]`, when each node's successor is given."""
+    """Return the nodes on the way from the root, `[B, depth + 1]`, given each node's successor."""
     nodes = [torch.zeros_like(next_BN[:, :1])]
     for _ in range(depth):
         nodes.append(next_BN.gather(1, nodes[-1]))
@@ -198,7 +198,7 @@ def followed(next_BN: Tensor, depth: int) -> Tensor:
 
 
 class Walk(ABC):
-    """Verification of a whole tree by means of a scheme; runs without looking at values on the host."""
+    """Verifies a whole tree by means of a scheme, without looking at values on the host."""
 
     name: ClassVar[str]
 
@@ -209,7 +209,7 @@ class Walk(ABC):
 
     @abstractmethod
     def uniforms(self, scheme: Scheme, depth: int) -> int:
-        """Random numbers per row that `run` uses on a tree of that depth."""
+        """Return how many random numbers per row `run` uses on a tree of that depth."""
 
     @abstractmethod
     def run(self, scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor) -> Verdict:
@@ -220,7 +220,7 @@ WALKS: Registry[type[Walk]] = Registry("walk")
 
 
 def check_walk(name: str, scheme: str) -> None:
-    """Refuse an unknown walk, or one that does not fit a scheme, both given by name."""
+    """Raise a `UsageError` for an unknown walk, or one that does not fit a scheme, both given by name."""
     if name != AUTO and name not in WALKS:
         raise unknown_name("walk", name, [AUTO, *WALKS])
     if scheme != AUTO:
@@ -233,12 +233,12 @@ def resolve_walk(name: str, scheme: Scheme, *, insist: bool = True) -> Walk:
     Parameters
     ----------
     name : str
-        A registered walk, or ``"auto"``: `block` where the scheme can pick a child before accepting it, else `node`.
+        A registered walk, or ``"auto"``: `block` if the scheme can pick a child before accepting it, else `node`.
     scheme : Scheme
-        The one that trees are drawn by.
+        The scheme that draws the trees.
     insist : bool
-        Whether a walk that does not fit the scheme is an error. If not, the best one that fits takes its place: for schemes
-        that the user did not choose, such as the one for drafts at temperature 0.
+        Whether a walk that does not fit the scheme is an error. If not, the best one that fits replaces it: for schemes that
+        the user did not choose, such as the one for drafts at temperature 0.
     """
     check_walk(name, AUTO)
     if name != AUTO and WALKS.get(name).fits(scheme):

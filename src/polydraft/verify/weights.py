@@ -1,4 +1,4 @@
-"""Rows of weights, a distribution up to a factor: scale them, divide them, remove tokens, find the largest."""
+"""Rows of weights, which are unnormalised distributions: scale and divide them, remove tokens, find the largest."""
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ Ranked = tuple[Tensor, Tensor]
 """The largest weights of each row in order, and their tokens."""
 _BLOCK = 256
 _LEAST = 1e-300
-"""Stands for a denominator of zero; smaller than any sum of float32 numbers."""
+"""Replaces a denominator of zero; smaller than any sum of float32 numbers."""
 
 
 def normalised(weights_RV: Tensor) -> Tensor:
@@ -20,13 +20,13 @@ def normalised(weights_RV: Tensor) -> Tensor:
 
 
 def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide, giving 0 where the denominator is 0; no epsilon, which would make a distribution inexact."""
+    """Divide, with 0 where the denominator is 0; no epsilon, which would make a distribution inexact."""
     positive = denominator > 0
     return torch.where(positive, numerator / torch.where(positive, denominator, 1.0), 0.0)
 
 
 def quotient(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Divide, in one operation less than `ratio`, where a numerator is 0 or unused wherever its denominator is 0."""
+    """Divide with fewer operations than `ratio`, for numerators that are 0 or unused where the denominator is 0."""
     return numerator / denominator.clamp(min=_LEAST)
 
 
@@ -41,10 +41,10 @@ def without(draft_RV: Tensor, tokens_RJ: Tensor) -> Tensor:
 
 @operation
 def largest(weights_RV: Tensor, count: int) -> Ranked:
-    """Return the largest weights of each row in order, and their tokens; all of them where there are fewer than `count`.
+    """Return the largest weights of each row in order, and their tokens; all weights if there are fewer than `count`.
 
-    The `count` largest of a long row lie in the blocks with the `count` largest maxima, which takes one cheap pass to find;
-    `topk` over the row takes several expensive ones.
+    The `count` largest weights of a long row are in the blocks with the `count` largest maxima, which one cheap pass finds;
+    `topk` over the whole row takes several expensive ones.
     """
     weights_RV = weights_RV.to(torch.promote_types(weights_RV.dtype, torch.float32))
     rows, vocabulary = weights_RV.shape
@@ -60,7 +60,7 @@ def largest(weights_RV: Tensor, count: int) -> Ranked:
 
 
 def likeliest(weights_RV: Tensor) -> Tensor:
-    """Return the token with the largest weight of each row, of equal ones that with the smallest id."""
+    """Return the token with the largest weight in each row; of equal ones, the smallest id."""
     rows, vocabulary = weights_RV.shape
     if vocabulary % _BLOCK:
         return weights_RV.argmax(-1, keepdim=True)

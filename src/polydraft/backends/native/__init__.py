@@ -1,5 +1,5 @@
-"""Kernels in C for models on a CPU: products of few tokens as fast as weights are read, whole passes in one call, drawing."""
+"""Kernels in C for CPUs: products of a few tokens at the speed of reading weights, whole passes in one call, drawing."""
 
-from polydraft.backends.native.build import describe, kernels, loaded
+from polydraft.backends.native.build import describe, kernels
 
-__all__ = ["describe", "kernels", "loaded"]
+__all__ = ["describe", "kernels"]

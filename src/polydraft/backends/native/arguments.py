@@ -1,4 +1,4 @@
-"""What the compiled functions take: matrices, bodies and passes, as C lays them out, and a check that they compute rightly."""
+"""Arguments of the compiled functions: matrices, bodies and passes as C structures; and a check of the results."""
 
 import ctypes
 import threading
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from polydraft.models.quantised import Int8Linear
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
-"""Number formats of weights, by the names that the kernels give them."""
+"""The kernels' numbers for the dtypes of weights."""
 FLOATS = (torch.float32, torch.bfloat16)
-"""Those of models; their weights may be in int8."""
+"""Dtypes of models; their weights may also be in int8."""
 
 
 class Matrix(ctypes.Structure):
@@ -23,7 +23,7 @@ class Matrix(ctypes.Structure):
 
     owner: "Weight"
     sizes: dict[int, int]
-    """Bytes of working memory, by number of tokens; products of few tokens with small weights take no longer than asking."""
+    """Bytes of working memory by number of tokens, cached because asking takes as long as a small product."""
     _fields_ = (
         ("data", c_void_p), ("scales", c_void_p), ("bias", c_void_p),
         ("rows", c_int64), ("columns", c_int64), ("stride", c_int64), ("format", c_int32), ("small", c_int32),
@@ -52,7 +52,7 @@ class Body(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """What one pass reads and writes."""
+    """Inputs and outputs of one pass."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("tokens", "depths", "chosen", "lengths", "slot_positions", "visible")),
@@ -64,7 +64,7 @@ class Pass(ctypes.Structure):
 
 
 def declare(library: ctypes.CDLL) -> None:
-    """Say what the functions of a library take and return."""
+    """Declare the arguments and results of a library's functions."""
     library.polydraft_pass.argtypes, library.polydraft_pass.restype = (POINTER(Body), POINTER(Pass)), c_int32
     library.polydraft_memory.argtypes, library.polydraft_memory.restype = (POINTER(Body), POINTER(Pass)), c_int64
     library.polydraft_product.argtypes = (POINTER(Matrix), c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p)
@@ -76,15 +76,15 @@ def declare(library: ctypes.CDLL) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Weight:
-    """A weight matrix, where torch has it: nothing is copied, and what its owner changes in place is followed."""
+    """A weight matrix in torch's own memory: nothing is copied, and in-place changes take effect."""
 
     data_FX: Tensor
-    """Rows of outputs, in float32, bfloat16, or int8 (filled up with zeros, see `rounded`)."""
+    """One row per output, in float32, bfloat16, or int8 (padded with zeros, see `rounded`)."""
     bias_F: Tensor | None = None
     scales_F: Tensor | None = None
-    """Of int8 rows: what one step of each is worth."""
+    """Scale of each int8 row."""
     columns: int = 0
-    """Inputs; as many as `data_FX` is wide if not given."""
+    """Number of inputs; the width of `data_FX` if not given."""
 
     @classmethod
     def int8(cls, layer: "Int8Linear") -> "Weight":
@@ -93,15 +93,15 @@ class Weight:
 
     @property
     def num_inputs(self) -> int:
-        """Numbers per token that it takes."""
+        """Number of inputs per token."""
         return self.columns or self.data_FX.shape[1]
 
     def tensors(self) -> list[Tensor]:
-        """Return all that its addresses come from."""
+        """Return the tensors whose addresses `matrix` holds."""
         return [part for part in (self.data_FX, self.bias_F, self.scales_F) if part is not None]
 
     def matrix(self) -> Matrix:
-        """Return what the kernels take; valid while the tensors stay where they are."""
+        """Return the structure for the kernels; valid as long as the tensors do not move."""
         data = self.data_FX
         assert data.stride(1) == 1 and data.dtype in FORMATS, (data.dtype, data.stride())
         assert all(part.is_contiguous() for part in self.tensors()[1:])
@@ -109,28 +109,28 @@ class Weight:
         small = 0 if self.bias_F is None else FORMATS[self.bias_F.dtype]
         rows, stride = data.shape[0], data.stride(0)
         matrix = Matrix(data.data_ptr(), scales, bias, rows, self.num_inputs, stride, FORMATS[data.dtype], small)
-        matrix.owner = self  # whoever holds the address holds what is there
+        matrix.owner = self  # keeps the tensors alive
         matrix.sizes = {}
         return matrix
 
 
 def quantised(weight_FX: Tensor, bias_F: Tensor | None = None) -> Weight:
     """Return a weight in int8."""
-    from polydraft.models.quantised import rounded  # late: models are built on what draws from distributions, and that on this
+    from polydraft.models.quantised import rounded  # late, against a cycle: models import sampling, which loads these kernels
 
     data_FX, scales_F = rounded(weight_FX)
     return Weight(data_FX, bias_F, scales_F, weight_FX.shape[1])
 
 
-class WorkingMemory(threading.local):
-    """A buffer per thread that grows as needed, for what a pass computes on its way."""
+class _WorkingMemory(threading.local):
+    """A buffer per thread that grows as needed."""
 
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
         self._size, self._address = -1, 0
 
     def address(self, size: int) -> int:
-        """Return where so many bytes are, aligned to a cache line."""
+        """Return where the buffer begins, aligned to a cache line, after making it at least this large."""
         if self._size < size:
             self._size = size + size // 4
             self._buffer = torch.empty(self._size + 64, dtype=torch.uint8)
@@ -139,11 +139,16 @@ class WorkingMemory(threading.local):
         return self._address
 
 
-_MEMORY = WorkingMemory()
+_MEMORY = _WorkingMemory()
+
+
+def working_memory(size: int) -> int:
+    """Return the address of this many bytes, for a compiled function to use until this thread asks again."""
+    return _MEMORY.address(size)
 
 
 def multiply(library: ctypes.CDLL, matrix: Matrix, input_RX: Tensor, threads: int) -> Tensor:
-    """Return the products, in float32, of float32 inputs whose numbers stand side by side."""
+    """Return the products, in float32, of float32 inputs; a token's numbers must be adjacent."""
     assert input_RX.dtype == torch.float32 and input_RX.stride(1) == 1 and input_RX.shape[1] == matrix.columns
     count = input_RX.shape[0]
     output_RF = torch.empty(count, matrix.rows)
@@ -151,12 +156,12 @@ def multiply(library: ctypes.CDLL, matrix: Matrix, input_RX: Tensor, threads: in
     if size is None:
         size = matrix.sizes[count] = library.polydraft_product_memory(matrix, count)
     source, stride = input_RX.data_ptr(), input_RX.stride(0)
-    library.polydraft_product(matrix, source, stride, output_RF.data_ptr(), count, threads, _MEMORY.address(size))
+    library.polydraft_product(matrix, source, stride, output_RF.data_ptr(), count, threads, working_memory(size))
     return output_RF
 
 
 def self_check(library: ctypes.CDLL, threads: int) -> str | None:
-    """Return which format a library multiplies wrongly, or None. Costs a millisecond, once a process."""
+    """Return which dtype a library multiplies wrongly, or None. Takes a millisecond, once per process."""
     with torch.no_grad():
         weight_FX = torch.linspace(-1, 1, 37 * 83).sin().view(37, 83)
         input_RX = torch.linspace(-2, 2, 9 * 83).cos().view(9, 83)

@@ -1,4 +1,4 @@
-"""A whole body, of a Llama-shaped model or of a feature head, whose passes are one call of compiled code each."""
+"""The body of a Llama-shaped model or a feature head, each pass of which is one call of compiled code."""
 
 import ctypes
 from collections.abc import Callable, Sequence
@@ -7,13 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.backends.native.arguments import FORMATS, Body, Layer, Pass, Weight, WorkingMemory
+from polydraft.backends.native.arguments import FORMATS, Body, Layer, Pass, Weight, working_memory
 from polydraft.models.packed import PackedEmbedding
 from polydraft.trees import Block
 
-_MEMORY = WorkingMemory()
 Angles = Callable[[int], tuple[Tensor, Tensor]]
-"""Number of positions → cosines and sines of each, both halves of the channels, in float32."""
+"""Number of positions → cosines and sines of each, for both halves of the channels, in float32."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -35,25 +34,25 @@ class BodyWeights:
     layers: Sequence[LayerWeights]
     final_norm: Tensor
     embedding: Tensor | PackedEmbedding
-    """Of tokens: `[V, F]`."""
+    """Token embeddings `[V, F]`."""
     queries: int
-    """Heads."""
+    """Query heads."""
     keys: int
     """Heads of keys and values."""
     channels: int
-    """Of a head."""
+    """Channels per head."""
     scale: float
-    """Of attention's scores."""
+    """Factor of attention scores."""
     epsilon: float
-    """Of norms."""
+    """Epsilon of the norms."""
     angles: Angles
     feature_norm: Tensor | None = None
-    """Of a feature head: norms of features and tokens, and what brings them together."""
+    """Only in feature heads: norms of features and tokens, and the weight that joins the two."""
     token_norm: Tensor | None = None
     join: Weight | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Return all that addresses come from."""
+        """Return the tensors whose addresses the compiled code gets."""
         found = [self.final_norm, *([self.embedding] if isinstance(self.embedding, Tensor) else [])]
         for layer in self.layers:
             found += [layer.attention_norm, layer.mlp_norm]
@@ -65,7 +64,7 @@ class BodyWeights:
 
 @dataclass(eq=False, kw_only=True)
 class Rows:
-    """Texts of a batch in memory: B rows of S slots."""
+    """A batch's cache: B rows of S slots."""
 
     lengths_B: Tensor
     """Committed tokens per row."""
@@ -73,15 +72,15 @@ class Rows:
     keys_LBHSC: Tensor
     values_LBHSC: Tensor
     window: int | None = None
-    """Positions that attention reaches back."""
+    """How many positions back attention reaches; None for all."""
     max_positions: int | None = None
 
 
 class NativeBody:
     """Compute the last hidden states of a body.
 
-    Weights are read where they are. Sums have an order of their own, which depends neither on the number of tokens nor on the
-    batch, the tree or the threads: a token's features have the same bits wherever it stands.
+    Weights are read in place. Sums have a fixed order that does not depend on the number of tokens, the batch, the tree or the
+    threads, so a token's features always have the same bits.
     """
 
     def __init__(self, library: ctypes.CDLL, weights: BodyWeights) -> None:
@@ -90,20 +89,19 @@ class NativeBody:
         self._like = [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in self._tensors]
         self._addresses: list[int] = []
         self._held: list[Tensor] = []
-        """What is at these addresses stays there, even if the weights' owner puts others in their place meanwhile."""
+        """Keeps the memory at these addresses alive, even if the weights' owner replaces the tensors."""
         self._cosines, self._sines = (torch.empty(0),) * 2
         self._body: Body | None = None
         self._layers: ctypes.Array[Layer] | None = None
         self.dtype = weights.final_norm.dtype
         self.hidden_size = len(weights.final_norm)
         self.key_shape = (weights.keys, weights.channels)
-        """Heads of keys and their channels."""
+        """Heads of keys, and channels per head."""
 
     def ready(self, sure: bool = False) -> bool:
-        """Whether the weights are still such as they were; their addresses may have changed.
+        """Whether the weights still have the same dtypes, shapes and strides; their addresses may have changed.
 
-        Looking at all of them takes longer than a small pass: not to be repeated for passes of the same text, for which the
-        caller is `sure` once it was asked.
+        The check takes longer than a small pass, so callers pass `sure` once it has succeeded for the current text.
         """
         if sure and self._body is not None:
             return True
@@ -123,9 +121,9 @@ class NativeBody:
         Parameters
         ----------
         taps : sequence of int
-            Layers, counted from 1, whose outputs stand beside them.
+            Layers, counted from 1, whose outputs are appended to the hidden states.
         features_BTF : Tensor, optional
-            Of a feature head: the features that stand before the tokens.
+            For feature heads: the features before each token.
         """
         shape = (*tokens_BT.shape, self.hidden_size * (1 + len(set(taps))))
         output_BTF = torch.empty(shape, dtype=self.dtype)
@@ -133,7 +131,7 @@ class NativeBody:
         return output_BTF
 
     def store(self, tokens_BT: Tensor, block: Block, rows: Rows, features_BTF: Tensor | None = None) -> None:
-        """Store keys, values and positions alone: of the last layer nothing else is computed."""
+        """Store keys, values and positions only; the last layer computes nothing else."""
         self._pass(tokens_BT, block, rows, (), features_BTF, None)
 
     def _pass(
@@ -159,7 +157,7 @@ class NativeBody:
         listed = (ctypes.c_int64 * len(taps))(*taps)
         tokens_BT = tokens_BT.contiguous()
         table = self._weights.embedding
-        if not isinstance(table, Tensor):  # the pass sees a table of just the rows that it needs
+        if not isinstance(table, Tensor):  # unpack only the rows that this pass needs
             rows_RF = table.rows(tokens_BT.flatten().clamp(0, table.num_embeddings - 1))
             self._body.embedding, self._body.vocabulary = rows_RF.data_ptr(), len(rows_RF)
             tokens_BT = torch.arange(len(rows_RF))
@@ -176,7 +174,7 @@ class NativeBody:
             positions_BS.stride(0), self.hidden_size * (1 + len(taps)), len(taps), rows.window or 0, torch.get_num_threads(),
             keys.stride(0) // row,
         )  # fmt: skip
-        one.memory = _MEMORY.address(self._library.polydraft_memory(self._body, one))
+        one.memory = working_memory(self._library.polydraft_memory(self._body, one))
         placed = self._library.polydraft_pass(self._body, one)
         assert placed, (rows.lengths_B.tolist(), block.stop, capacity)
 

@@ -1,8 +1,8 @@
-"""The kernels in C: those that came with the package if it has the best for this CPU, else compiled on first use.
+"""Loading the C kernels: prebuilt ones if the package has the best variant for this CPU, else compiled on first use.
 
-What the system's C compiler makes is kept in the cache folder. Both are checked before they are used. Whatever goes wrong on
-the way (no compiler, one that fails or hangs, a cache that cannot be written or was damaged, code for another CPU) ends in
-`None` and one line in the log; models then run as they do without these kernels.
+Compiled kernels are kept in the cache folder. Either kind is checked before use. Whatever goes wrong (no compiler, one that
+fails or hangs, a cache that is damaged or not writable, code for another CPU) ends in `None` and one line in the log; models
+then run without these kernels.
 """
 
 import ctypes
@@ -36,21 +36,21 @@ from polydraft.output import cache_root, written_whole
 
 _LOGGER = logging.getLogger("polydraft")
 SWITCH = "POLYDRAFT_NATIVE"
-"""Environment variable: 0 turns the kernels off; `compile` ignores those that came with the package."""
+"""Environment variable: 0 turns the kernels off; `compile` ignores prebuilt ones."""
 
 
 @dataclass(frozen=True)
 class _Threading:
-    """One way to have threads."""
+    """Flags for one implementation of threads."""
 
     compiling: tuple[str, ...]
     linking: tuple[str, ...]
     shared: str | None = None
-    """A library that must be visible to all first: torch's own threads. Two sets of them would spin against each other."""
+    """Library to load first: torch's own thread pool. Two thread pools would spin against each other."""
 
 
 class _State:
-    """What this process knows: nothing yet, or the library, or that there is none."""
+    """The library of this process, if any, and whether it has been looked for."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -63,7 +63,7 @@ _STATE = _State()
 
 
 def kernels() -> ctypes.CDLL | None:
-    """Return the compiled kernels, building them if need be, or None where they cannot be had or are switched off."""
+    """Return the compiled kernels, building them if necessary; None if that fails or they are switched off."""
     if os.environ.get(SWITCH, "1") == "0":
         return None
     with _STATE.lock:
@@ -78,12 +78,19 @@ def kernels() -> ctypes.CDLL | None:
 
 
 def loaded() -> ctypes.CDLL | None:
-    """Return the compiled kernels if somebody has asked for them already: for small things that are not worth a compiler."""
+    """Return the compiled kernels if `kernels` has been called already: for small jobs that are not worth compiling for."""
     return None if os.environ.get(SWITCH, "1") == "0" else _STATE.found
 
 
+def library() -> ctypes.CDLL:
+    """Return the compiled kernels to a form whose `supports` has found them."""
+    found = loaded()
+    assert found is not None, "supports() comes first"
+    return found
+
+
 def forget() -> None:
-    """Let the next call of `kernels` look again, for tests and for who has installed a compiler meanwhile."""
+    """Make the next call of `kernels` look again: for tests, and after a compiler was installed."""
     with _STATE.lock:
         _STATE.tried, _STATE.found = False, None
 
@@ -92,15 +99,15 @@ def describe() -> str:
     """Say where the kernels come from and which instructions they use, or why there are none."""
     if os.environ.get(SWITCH, "1") == "0":
         return f"none: {SWITCH} is 0"
-    library = kernels()
-    return _STATE.origin if library is None else f"{_STATE.origin}: {library.polydraft_instructions().decode()}"
+    found = kernels()
+    return _STATE.origin if found is None else f"{_STATE.origin}: {found.polydraft_instructions().decode()}"
 
 
 def _loaded() -> tuple[ctypes.CDLL, str]:
-    """Return the best kernels that can be had, and where they come from.
+    """Return the best kernels available, and where they come from.
 
-    Those that came with the package are compiled with the same flags, for the same instructions. The best of them for this CPU
-    may be missing; then compiling them here comes before lesser ones.
+    Prebuilt kernels have the same flags and instructions as compiled ones. If the best variant for this CPU is missing,
+    compiling here comes before lesser variants.
     """
     variants = [] if os.environ.get(SWITCH) == "compile" else runnable(platform.machine(), cpu_features())
     obstacles = []
@@ -113,7 +120,7 @@ def _loaded() -> tuple[ctypes.CDLL, str]:
 
 
 def _prebuilt(variant: Variant) -> ctypes.CDLL:
-    """Load what came with the package."""
+    """Load a prebuilt variant."""
     file = variant.file(FOLDER / "prebuilt")
     if not whole(file):
         raise ObstacleError(f"the package has no {variant.name} code" if not file.exists() else f"{file} is damaged")
@@ -127,14 +134,14 @@ def _prebuilt(variant: Variant) -> ctypes.CDLL:
 
 
 def _compiled() -> ctypes.CDLL:
-    """Load the kernels from the cache, or build them; threads in the best way that works."""
+    """Load the kernels from the cache or build them, with the best threads that work."""
     command = find_compiler()
     obstacle = ObstacleError("no way to build them worked")
     for way in _ways():
         file = cache_root() / "native" / f"{_key(command, way)}.so"
         try:
             if whole(file):
-                with suppress(ObstacleError):  # damaged all the same, or built by something that has changed: build anew, once
+                with suppress(ObstacleError):  # damaged after all, or built by a tool that has changed: build again, once
                     return _opened(file, way.shared)
             return _built(command, way, file)
         except ObstacleError as found:
@@ -143,18 +150,18 @@ def _compiled() -> ctypes.CDLL:
 
 
 def _torchs_threads() -> list[str]:
-    """Return the library of torch's threads, if it is the one that compiled code asks for."""
+    """Return the library of torch's thread pool, if it is the one that compiled code needs."""
     try:
         mapped = {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libgomp" in line}
     except OSError:
         mapped = set()
-    # Other packages may bring one as well; the one beside torch is torch's.
+    # Other packages may have loaded one as well; torch's is in torch's own folder.
     home = str(Path(torch.__file__).parent)
     return sorted(mapped, key=lambda path: (not path.startswith(home), path))[:1]
 
 
 def _ways() -> list[_Threading]:
-    """Return ways to have threads, best first: those of torch, the compiler's own, none."""
+    """Return implementations of threads, best first: torch's, the compiler's own, none."""
     native = ("-march=native",)
     threaded = (*native, OPENMP)
     ways = [_Threading(threaded, (), path) for path in _torchs_threads()]
@@ -162,21 +169,21 @@ def _ways() -> list[_Threading]:
 
 
 def _key(command: list[str], way: _Threading) -> str:
-    """Return a mark of all that decides what the compiled code is and whether this CPU can run it."""
+    """Return a hash of everything that determines the compiled code and whether this CPU can run it."""
     words = [platform.system(), platform.machine(), cpu_features(), *way.compiling, *way.linking, *command]
     executable = shutil.which(command[0])
     with suppress(OSError):
         status = os.stat(executable or command[0])
-        words.append(f"{status.st_size} {status.st_mtime_ns}")  # asking for its version would cost a start of it
+        words.append(f"{status.st_size} {status.st_mtime_ns}")  # cheaper than running it to get its version
     return mark_of_sources(*words)
 
 
 def _built(command: list[str], way: _Threading, file: Path) -> ctypes.CDLL:
-    """Compile, try, and keep; where the cache cannot be written to, for this process only."""
+    """Compile and test the kernels, and cache them; if the cache is not writable, use them in this process only."""
     with tempfile.TemporaryDirectory(prefix="polydraft-") as folder:
         built = Path(folder) / file.name
         compile_kernels(command, way.compiling, way.linking, built)
-        library = _opened(built, way.shared)  # stays open when its name is gone
+        library = _opened(built, way.shared)  # stays open after the file is deleted
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             with written_whole(file) as partial:
@@ -188,7 +195,7 @@ def _built(command: list[str], way: _Threading, file: Path) -> ctypes.CDLL:
 
 
 def _opened(file: Path, threads: str | None) -> ctypes.CDLL:
-    """Load a library, after that of its threads, and see that it computes what it should."""
+    """Load a library, after that of its threads, and check that it computes correctly."""
     try:
         if threads is not None:
             ctypes.CDLL(threads, mode=ctypes.RTLD_GLOBAL)

@@ -1,6 +1,6 @@
-"""The C compiler, and the variants of the kernels that a wheel carries, one per kind of CPU.
+"""The C compiler, and the variants of the kernels that a wheel contains, one per kind of CPU.
 
-Imports nothing but Python's own: `hatch_build.py` runs this file where neither polydraft nor torch is installed.
+Imports only the standard library: `hatch_build.py` runs this file when neither polydraft nor torch is installed.
 """
 
 import hashlib
@@ -16,22 +16,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
-_SOURCES, _HEADERS = ("body.c", "verification.c"), ("vectors.h", "products.h", "meeting.h")
-# Moving instructions before registers are given out (GCC's habit on Arm) makes the sums of a tile spill.
+_SOURCES, _HEADERS = ("body.c", "verification.c"), ("vectors.h", "products.h", "barrier.h", "stages.h", "attention.h")
+# Scheduling instructions before register allocation (GCC's default on Arm) makes the sums of a tile spill.
 _FLAGS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-schedule-insns", "-fPIC")
 OPENMP = "-fopenmp"
 SECONDS = 180.0
-"""After which a compiler is taken to hang; it needs 5 on a slow core."""
+"""Time limit for the compiler; it needs 5 s on a slow core."""
 _DIGEST = 32
 
 
 class ObstacleError(Exception):
-    """Why there are no kernels, in a few words."""
+    """Why there are no kernels."""
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Kernels for every CPU that has some features."""
+    """Kernels for all CPUs with certain features."""
 
     name: str
     flags: tuple[str, ...]
@@ -39,12 +39,12 @@ class Variant:
     """As /proc/cpuinfo names them."""
 
     def file(self, folder: Path) -> Path:
-        """Return where a folder has it; its name changes with the sources, so that no older code is ever found."""
+        """Return its file in a folder; the name changes with the sources, so that older code is never found."""
         return folder / f"{self.name}-{mark_of_sources(*self.flags)}.so"
 
 
 def _variants(*rows: tuple[str, str, str]) -> tuple[Variant, ...]:
-    """Return the variants of one architecture, best first, from the worst up: each needs what the one before it does."""
+    """Return an architecture's variants, best first; rows come worst first, and each adds to the features of the last."""
     made: list[Variant] = []
     needed: frozenset[str] = frozenset()
     for name, flags, features in rows:
@@ -68,7 +68,7 @@ VARIANTS = {
         ("avx512-bf16", "arch=x86-64-v4 avx512vnni avx512bf16 amx-tile amx-bf16", "avx512_bf16"),
     ),
 }
-"""One for each set of instructions that the sources have code for, by architecture, best first."""
+"""Variants by architecture, best first: one for each instruction set that the sources have code for."""
 
 
 def runnable(machine: str, cpu_features: str) -> list[Variant]:
@@ -77,9 +77,9 @@ def runnable(machine: str, cpu_features: str) -> list[Variant]:
     Parameters
     ----------
     machine : str
-        As `platform.machine` names the architecture.
+        The architecture, as `platform.machine` names it.
     cpu_features : str
-        Lines of /proc/cpuinfo; a feature must be in each line of features.
+        Lines of /proc/cpuinfo; all CPUs listed there must have a variant's features.
     """
     lines = [line.partition(":") for line in cpu_features.splitlines()]
     sets = [set(words.split()) for name, _, words in lines if name.strip() in ("flags", "Features")]
@@ -93,12 +93,12 @@ def find_compiler() -> list[str]:
         words = shlex.split(command)
         if words and shutil.which(words[0]):
             return words
-    what = f"the C compiler that CC names, {chosen!r}, is not there" if chosen else "there is no C compiler"
+    what = f"CC names a C compiler that was not found, {chosen!r}" if chosen else "there is no C compiler"
     raise ObstacleError(f"{what}; install gcc or clang, or set CC")
 
 
 def mark_of_sources(*words: str) -> str:
-    """Return a mark of the sources, and of all else that decides what the compiled code is."""
+    """Return a hash of the sources and of everything else that determines the compiled code."""
     digest = hashlib.sha256("\0".join((*_FLAGS, *words)).encode())
     for part in (*_SOURCES, *_HEADERS):
         digest.update((FOLDER / part).read_bytes())
@@ -106,7 +106,7 @@ def mark_of_sources(*words: str) -> str:
 
 
 def compile_kernels(command: list[str], flags: tuple[str, ...], linking: tuple[str, ...], built: Path) -> None:
-    """Compile the kernels into a library, with its digest as last bytes."""
+    """Compile the kernels into a library, with its digest appended."""
     objects = [str(built.with_name(f"{built.name}.{source}.o")) for source in _SOURCES]
     for source, compiled in zip(_SOURCES, objects, strict=True):
         _run([*command, *_FLAGS, *flags, "-c", str(FOLDER / source), "-o", compiled])
@@ -116,9 +116,9 @@ def compile_kernels(command: list[str], flags: tuple[str, ...], linking: tuple[s
 
 
 def whole(file: Path) -> bool:
-    """Whether a file is what was once written: its last bytes are the digest of the others.
+    """Whether a library is complete: its last bytes must be the digest of the others.
 
-    Loading half a library can kill a process.
+    Loading half a library can kill the process.
     """
     try:
         content = file.read_bytes()
@@ -128,15 +128,15 @@ def whole(file: Path) -> bool:
 
 
 def prebuild(folder: Path) -> tuple[str, list[Path]]:
-    """Compile all variants that the compiler knows, for the architecture that it compiles for.
+    """Compile all variants for the compiler's architecture, as far as it supports them.
 
-    They need no library but C's. OpenMP's functions are found when they are loaded, where torch has them.
+    They need no library but the C library; OpenMP's functions come from torch's when they are loaded.
 
     Returns
     -------
     tuple of str and list of Path
-        The platform tag of a wheel that holds them, and their files: none without a compiler, or with one whose threads would
-        not be torch's.
+        Platform tag of a wheel that contains them, and their files; no files without a compiler, or with one whose OpenMP is
+        not compatible with torch's.
     """
     files: list[Path] = []
     newest = [-1]
@@ -157,7 +157,7 @@ def prebuild(folder: Path) -> tuple[str, list[Path]]:
 
 
 def _run(command: list[str]) -> str:
-    """Run the compiler, with all that it starts, for as long as is reasonable; return what it prints."""
+    """Run the compiler within the time limit and return what it prints; on a timeout, kill it with all its children."""
     try:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -171,7 +171,7 @@ def _run(command: list[str]) -> str:
             with suppress(OSError):
                 os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):
-                reason = f"the C compiler {command[0]!r} was not ready after {SECONDS:.0f} s; set CC to another"
+                reason = f"the C compiler {command[0]!r} was not done after {SECONDS:.0f} s; set CC to another"
                 raise ObstacleError(reason) from None
             raise
     if process.returncode != 0:

@@ -1,9 +1,9 @@
-"""Draws from a table, and its largest weights, in C on a CPU."""
+"""Drawing from rows of weights, and finding their largest, in C on a CPU."""
 
 import torch
 from torch import Tensor
 
-from polydraft.backends.native.build import loaded
+from polydraft.backends.native.build import library, loaded
 from polydraft.backends.native.verification import draw, largest_weights
 from polydraft.devices import can_sync
 from polydraft.operations import implements
@@ -11,7 +11,7 @@ from polydraft.sampling.categorical import draw_independent
 from polydraft.verify.weights import Ranked, largest
 
 _MOST = 64
-"""Largest weights of a row; the compiled code keeps them in order one by one."""
+"""Most weights to find per row, because the compiled code keeps them sorted by insertion."""
 
 
 def readable(table_RX: Tensor, dtype: torch.dtype) -> bool:
@@ -26,9 +26,7 @@ def _can_draw(weights_RV: Tensor, uniforms_RK: Tensor) -> bool:
 
 @implements(draw_independent, "native", supports=_can_draw)
 def _draw_independent(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-    library = loaded()
-    assert library is not None
-    return draw(library, weights_RV, uniforms_RK)
+    return draw(library(), weights_RV, uniforms_RK)
 
 
 def _can_rank(weights_RV: Tensor, count: int) -> bool:
@@ -37,7 +35,5 @@ def _can_rank(weights_RV: Tensor, count: int) -> bool:
 
 @implements(largest, "native", supports=_can_rank)
 def _largest(weights_RV: Tensor, count: int) -> Ranked:
-    library = loaded()
-    assert library is not None
-    ranked = largest_weights(library, weights_RV, min(count, weights_RV.shape[1]))
-    return largest.reference(weights_RV, count) if ranked is None else ranked  # where some are not numbers
+    ranked = largest_weights(library(), weights_RV, min(count, weights_RV.shape[1]))
+    return largest.reference(weights_RV, count) if ranked is None else ranked  # None: there are NaNs

@@ -1,12 +1,12 @@
 """Verification at temperature 0 on a CPU: C finds the tokens of all nodes, Python follows them.
 
-A tree has a few dozen nodes, and its path a few: lists take a tenth of the time of as many small tensors.
+A tree has a few dozen nodes, and a path only a few: Python lists take a tenth of the time of small tensors.
 """
 
 import torch
 from torch import Tensor
 
-from polydraft.backends.native.build import loaded
+from polydraft.backends.native.build import library
 from polydraft.backends.native.drawing import readable
 from polydraft.backends.native.verification import largest_weights
 from polydraft.operations import implements
@@ -22,10 +22,8 @@ def _supports(draft: DraftTree, logits_BNV: Tensor) -> bool:
 
 @implements(follow_largest, "native", supports=_supports)
 def _follow_largest(draft: DraftTree, logits_BNV: Tensor) -> Verdict:
-    library = loaded()
-    assert library is not None
-    ranked = largest_weights(library, logits_BNV.flatten(0, 1), 1)
-    if ranked is None:  # where some are not numbers
+    ranked = largest_weights(library(), logits_BNV.flatten(0, 1), 1)
+    if ranked is None:  # there are NaNs
         return follow_largest.reference(draft, logits_BNV)
     best_BN = ranked[1].where(ranked[0].abs() < torch.inf, NO_TOKEN).view_as(draft.tokens_BN)
     table_BNK, children_BNK = draft.all_followers()
@@ -37,7 +35,7 @@ def _follow_largest(draft: DraftTree, logits_BNV: Tensor) -> Verdict:
 def _followed(
     depth: int, best: list[int], table: list[list[int]], children: list[list[int]]
 ) -> tuple[list[int], int, list[int], int, int]:
-    """Return one row's path, accepted tokens, emitted tokens, offers and fault, as `Verdict` has them."""
+    """Return one row's fields of the `Verdict`: path, number of accepted tokens, emitted tokens, offers and fault."""
     path = [0]
     while len(path) <= depth and best[path[-1]] in children[path[-1]] and best[path[-1]] != NO_TOKEN:
         path.append(table[path[-1]][children[path[-1]].index(best[path[-1]])])

@@ -1,4 +1,4 @@
-"""All forms of operations in C: importing them registers them."""
+"""Imports all forms of operations in C, which registers them."""
 
 from polydraft.backends.native import drawing, follow, linears, models, product, verify_block
 

@@ -1,9 +1,9 @@
-"""Linear layers of models of any shape by compiled products, on a CPU, while one of our passes runs.
+"""Compiled products for the linear layers of any model, on a CPU, while one of our passes runs.
 
-Models without a compiled body of their own (`polydraft.backends.native.models`) run by the code of `transformers`. Most of such
-a pass is products of few tokens, which torch computes far more slowly than it reads the weights. Inside a `with` statement
-these layers multiply by compiled code; outside it, and in other threads, the model is as its owner made it. Weights are read
-where they are; hooks and adapters work as ever, since only a layer's own product is replaced.
+Models without a compiled body (`polydraft.backends.native.models`) run the code of `transformers`. Most of such a pass is
+products of a few tokens, which torch computes far more slowly than it could read the weights. Inside a `with` statement linear
+layers use compiled products; outside it, and in other threads, the model is unchanged. Weights are read in place; hooks and
+adapters still work, because only a layer's own product is replaced.
 """
 
 import threading
@@ -24,9 +24,9 @@ from polydraft.models.products import fast_linears
 from polydraft.operations import implements
 
 MOST_ROWS = 64
-"""Tokens of a product. For more, torch is as fast, unless it has no instructions for the number format."""
+"""Most tokens of a product. With more, torch is as fast, unless it has no instructions for the dtype."""
 LEAST_WEIGHTS = 1 << 17
-"""Numbers of a weight. With fewer, calling takes longer than multiplying."""
+"""Fewest numbers of a weight. With fewer, the call takes longer than the product."""
 
 
 class _Here(threading.local):
@@ -39,7 +39,7 @@ _HERE = _Here()
 
 
 class _Forward:
-    """Takes the place of one layer's `forward`."""
+    """Replaces one layer's `forward`."""
 
     def __init__(self, library: Any, layer: nn.Linear) -> None:
         self._library, self._layer = library, layer
@@ -52,7 +52,7 @@ class _Forward:
         here = _HERE.depth and few and input.is_cpu
         if here and input.dtype == weight_FX.dtype and not torch.is_grad_enabled() and not torch.is_autocast_enabled("cpu"):
             addresses = weight_FX.data_ptr(), 0 if bias_F is None else bias_F.data_ptr()
-            if addresses != self._addresses:  # what is elsewhere may be in another format too
+            if addresses != self._addresses:  # a weight that has moved may have another dtype as well
                 self._addresses = addresses
                 self._product = NativeProduct(self._library, Weight(weight_FX, bias_F)) if _fits(self._layer) else None
             if self._product is not None:
@@ -63,12 +63,12 @@ class _Forward:
 
 
 def _slow(dtype: torch.dtype) -> bool:
-    """Whether torch has no instructions for a number format here: it then multiplies hundreds of times more slowly."""
+    """Whether torch has no instructions for a dtype on this CPU, and multiplies hundreds of times more slowly."""
     return dtype == torch.bfloat16 and not cpu_computes_bfloat16()
 
 
 def _fits(layer: nn.Linear) -> bool:
-    """Whether compiled code can read a layer's weight as it is now."""
+    """Whether compiled code can read a layer's current weight."""
     weight_FX, bias_F = layer.weight, layer.bias
     return (
         type(weight_FX) is nn.Parameter
@@ -83,7 +83,7 @@ _PLACES = ReplacedForwards()
 
 
 class NativeLinears(AbstractContextManager[None]):
-    """Let some layers multiply by compiled code while this thread is inside; build one with `native_linears`."""
+    """A context in which some layers multiply by compiled code in this thread; made by `native_linears`."""
 
     def __init__(self, library: Any, layers: list[nn.Linear]) -> None:
         self._forwards = [(layer, _Forward(library, layer)) for layer in layers]
@@ -100,14 +100,14 @@ class NativeLinears(AbstractContextManager[None]):
 
 
 def native_linears(model: Any, least: int = LEAST_WEIGHTS) -> NativeLinears | None:
-    """Return what runs a model's linear layers by compiled code, or None where that would gain nothing or cannot be had.
+    """Return a context that runs a model's linear layers by compiled code; None if that is impossible or gains nothing.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Nothing is changed before a `with` statement is entered.
+        Unchanged until the context is entered.
     least : int
-        Numbers that a weight must have.
+        Fewest numbers of a weight.
     """
     layers = _layers(model, least)
     library = kernels() if layers else None
@@ -116,7 +116,7 @@ def native_linears(model: Any, least: int = LEAST_WEIGHTS) -> NativeLinears | No
 
 def _layers(model: Any, least: int) -> list[nn.Linear]:
     modules = list(model.modules())
-    # Compiled modules would notice that a layer has changed, and be compiled again at every pass.
+    # torch.compile would notice the changed layer and compile again at every pass.
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         return []
     return [part for part in modules if type(part) is nn.Linear and part.weight.numel() >= least and _fits(part)]

@@ -1,11 +1,11 @@
-"""Llama-shaped models and feature heads on a CPU, each pass one call of compiled code."""
+"""Llama-shaped models and feature heads on a CPU: each pass is one call of compiled code."""
 
 import torch
 from torch import Tensor, nn
 
 from polydraft.backends.native.arguments import FLOATS, Weight, quantised
 from polydraft.backends.native.body import BodyWeights, LayerWeights, NativeBody, Rows
-from polydraft.backends.native.build import kernels
+from polydraft.backends.native.build import kernels, library
 from polydraft.models.bodies import FastBody, LeanBody, LeanLayer, fast_body, is_product
 from polydraft.models.heads.feature_head import FeatureHead
 from polydraft.models.heads.head_context import FastHead, HeadContext, fast_head, following
@@ -24,7 +24,7 @@ class NativeModel(FastBody):
         self.body, self.key_shape = body, body.key_shape
 
     def extend(self, context: HFContext, tokens_BT: Tensor, block: Block) -> Tensor | None:
-        """Pass a block; None in training, and where the weights are no longer what they were."""
+        """Pass a block; None in training, or if the weights have changed."""
         if not _ready(self.body, context):
             return None
         assert max(context.lengths) + block.stop <= context.capacity, (context.lengths, block.stop, context.capacity)
@@ -40,13 +40,13 @@ class NativeHead(FastHead):
     def read(
         self, context: HeadContext, tokens_BT: Tensor, fused_BWH: Tensor, block: Block, parents: Tensor | None
     ) -> Tensor | None:
-        """Pass some entries; None in training, and where the weights are no longer what they were."""
+        """Pass some entries; None in training, or if the weights have changed."""
         if not _ready(self.body, context):
             return None
         return self.body(tokens_BT, block, _rows(self.body, context), features_BTF=following(fused_BWH, parents))
 
     def store(self, context: HeadContext, tokens_BT: Tensor, fused_BTH: Tensor) -> bool:
-        """Store the keys and values of entries."""
+        """Store the keys and values of entries; return False in training, or if the weights have changed."""
         if not _ready(self.body, context):
             return False
         block = causal_block(*tokens_BT.shape, context.device)
@@ -55,7 +55,7 @@ class NativeHead(FastHead):
 
 
 def _ready(body: NativeBody, context: HFContext | HeadContext) -> bool:
-    """Whether compiled code can run the next pass; what was found in order stays so until another text begins."""
+    """Whether compiled code can run the next pass; the weights are checked once per text."""
     if torch.is_grad_enabled() or not body.ready(sure=context.checked):
         return False
     context.checked = True
@@ -108,8 +108,7 @@ def _table_dtype(table: nn.Module) -> torch.dtype | None:
 def native_model(model: HFModel, invariant: bool) -> NativeModel:
     """Return the compiled form of a lean body, or of one in int8."""
     body: LeanBody | Int8Body = model.lean or Int8Body(model.hf_model.base_model)
-    library, first, rotary = kernels(), body.layers[0], body.rotary
-    assert library is not None
+    first, rotary = body.layers[0], body.rotary
 
     def angles(count: int) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False), torch.no_grad():
@@ -127,7 +126,7 @@ def native_model(model: HFModel, invariant: bool) -> NativeModel:
         epsilon=body.norm.variance_epsilon,
         angles=angles,
     )
-    return NativeModel(NativeBody(library, weights))
+    return NativeModel(NativeBody(library(), weights))
 
 
 def _layer_weights(layer: LeanLayer | Int8Layer) -> LayerWeights:
@@ -143,7 +142,7 @@ def _layer_weights(layer: LeanLayer | Int8Layer) -> LayerWeights:
     return LayerWeights(
         **norms,
         qkv=Weight(layer.qkv, layer.qkv_bias),
-        output=Weight(layer.output.weight, layer.output.bias),  # the parameters themselves: their data may move
+        output=Weight(layer.output.weight, layer.output.bias),  # the parameters themselves, because their data may move
         gate_up=Weight(layer.gate_up, layer.gate_up_bias),
         down=Weight(layer.down.weight, layer.down.bias),
     )
@@ -163,7 +162,7 @@ def _supports_head(head: FeatureHead) -> bool:
 
 @implements(fast_head, "native", supports=_supports_head)
 def native_head(head: FeatureHead) -> NativeHead:
-    """Return the compiled form of a feature head, made once."""
+    """Return the compiled form of a feature head; made once per head."""
     made = head.kept.get("native")
     if not isinstance(made, NativeHead):
         made = head.kept["native"] = NativeHead(_head_body(head))
@@ -171,8 +170,8 @@ def native_head(head: FeatureHead) -> NativeHead:
 
 
 def _head_body(head: FeatureHead) -> NativeBody:
-    shape, library = head.shape, kernels()
-    assert library is not None and head.join is not None and head.attention_norm is not None
+    shape = head.shape
+    assert head.join is not None and head.attention_norm is not None
 
     def angles(count: int) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False), torch.no_grad():
@@ -204,4 +203,4 @@ def _head_body(head: FeatureHead) -> NativeBody:
         token_norm=head.token_norm.weight,
         join=weight(head.join),
     )
-    return NativeBody(library, weights)
+    return NativeBody(library(), weights)

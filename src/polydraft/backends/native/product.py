@@ -1,4 +1,4 @@
-"""Products with one weight, again and again: what can be kept between two of them is kept."""
+"""Repeated products with the same weight."""
 
 import ctypes
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from polydraft.backends.native.arguments import FLOATS, Weight, multiply, quantised
-from polydraft.backends.native.build import kernels
+from polydraft.backends.native.build import kernels, library
 from polydraft.models.bodies import is_product
 from polydraft.models.products import fast_product
 from polydraft.models.quantised import Int8Linear, multiply_int8
@@ -14,9 +14,9 @@ from polydraft.operations import implements
 
 
 class NativeProduct:
-    """Multiply by one weight, in float32; as `torch.nn.functional.linear` otherwise.
+    """Multiply by one weight, like `torch.nn.functional.linear` but in float32.
 
-    What its owner changes in place is followed, and so is a weight whose data has moved.
+    In-place changes of the weight take effect, and its data may move.
     """
 
     def __init__(self, library: ctypes.CDLL, weight: Weight) -> None:
@@ -49,12 +49,10 @@ def _supports(layer: Layer, int8: bool = False) -> bool:
 @implements(fast_product, "native", supports=_supports)
 def native_product(layer: Layer, int8: bool = False) -> NativeProduct:
     """Return products with a layer or a weight by compiled code."""
-    library = kernels()
-    assert library is not None
     if isinstance(layer, Int8Linear):
-        return NativeProduct(library, Weight.int8(layer))
+        return NativeProduct(library(), Weight.int8(layer))
     weight_FX, bias_F = _parts(layer)
-    return NativeProduct(library, quantised(weight_FX.detach(), bias_F) if int8 else Weight(weight_FX, bias_F))
+    return NativeProduct(library(), quantised(weight_FX.detach(), bias_F) if int8 else Weight(weight_FX, bias_F))
 
 
 def _parts(layer: Layer) -> tuple[Tensor, Tensor | None]:
@@ -67,7 +65,5 @@ def _parts(layer: Layer) -> tuple[Tensor, Tensor | None]:
 @implements(multiply_int8, "native", supports=lambda input_RX, *_: input_RX.is_cpu and kernels() is not None)
 def native_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: Tensor | None) -> Tensor:
     """Multiply by compiled code; inputs are rounded to 15 bits."""
-    library = kernels()
-    assert library is not None
     weight = Weight(data_FX, bias_F, scales_F, input_RX.shape[1])
-    return multiply(library, weight.matrix(), input_RX.float(), torch.get_num_threads())
+    return multiply(library(), weight.matrix(), input_RX.float(), torch.get_num_threads())

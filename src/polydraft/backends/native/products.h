@@ -1,23 +1,23 @@
-/* Products of some tokens with a weight matrix whose rows lie in memory as torch has them.
+/* Products of some tokens with a weight matrix in torch's own memory.
  *
  * A weight is read once for up to BLOCK tokens, four rows at a time, along the rows: each output is the sum over the lanes of
- * one vector of partial sums. Inputs are prepared once per product: as they are (float32), rounded (bfloat16, where the CPU
- * multiplies in it), or in 15 bits per token (int8 weights): with 8 bits the few large channels of a hidden state would leave
- * too little for the others. Where the CPU multiplies 8 bits only, an input is two planes, 128 times one plus the other; matrix
- * units for 8 bits (Arm's i8mm) want them in turns, eight numbers of each.
+ * one vector of partial sums. Inputs are prepared once per product: unchanged (float32), rounded (bfloat16, if the CPU
+ * multiplies it), or quantised to 15 bits per token (int8 weights): with 8 bits, the few large channels of a hidden state would
+ * leave too little precision for the others. If the CPU multiplies only 8 bits, an input is two planes, 128 times one plus the
+ * other; matrix units for 8 bits (Arm's i8mm) need the planes interleaved, eight numbers of each.
  */
 #define BLOCK 64      /* tokens for which weights are read once */
-#define CHUNK 32      /* rows whose products wait together for what becomes of them */
+#define CHUNK 32      /* rows whose products are buffered before they are stored */
 #define SHARE 262144  /* most bytes of a weight that a thread takes at a time */
-#define LINE 64       /* bytes that memory brings at a time */
-#define FAR 16384     /* bytes that memory is asked for ahead of their use */
-#define NEAR 24576    /* bytes of inputs that stay in the first cache beside some rows */
-#define PADDING 64    /* inputs, and rows of int8 weights, are filled up to a multiple of this with zeros */
+#define LINE 64       /* bytes per cache line */
+#define FAR 16384     /* bytes to prefetch ahead */
+#define NEAR 24576    /* bytes of inputs that stay in the L1 cache beside some rows */
+#define PADDING 64    /* inputs, and rows of int8 weights, are padded with zeros to a multiple of this */
 
 typedef struct {
     const void *data;
     const float *scales;     /* int8: one per row */
-    const void *bias;        /* in `small` format, or none */
+    const void *bias;        /* in format `small`, or null */
     int64_t rows, columns, stride;
     int32_t format, small;
 } Matrix;
@@ -40,7 +40,7 @@ INLINE int8x16_t bytes_of(const int16x4_t parts[4]) {
     return vcombine_s8(vmovn_s16(vcombine_s16(parts[0], parts[1])), vmovn_s16(vcombine_s16(parts[2], parts[3])));
 }
 #if defined(__ARM_FEATURE_MATMUL_INT8)
-#define SQUARES  /* two rows times two rows, in one instruction */
+#define SQUARES  /* one instruction multiplies two rows by two rows */
 INLINE int8x16_t first_halves(int8x16_t a, int8x16_t b) { return (int8x16_t)vzip1q_s64((int64x2_t)a, (int64x2_t)b); }
 INLINE int8x16_t last_halves(int8x16_t a, int8x16_t b) { return (int8x16_t)vzip2q_s64((int64x2_t)a, (int64x2_t)b); }
 #endif
@@ -48,10 +48,10 @@ INLINE int8x16_t last_halves(int8x16_t a, int8x16_t b) { return (int8x16_t)vzip2
 typedef int16_t Quantum;
 #define PLANES 1
 #endif
-#define STEPS 16256  /* of the largest input: 127 * 128 */
+#define STEPS 16256  /* quantisation steps of the largest input: 127 * 128 */
 
-/* Matrix units (AMX): 16 rows of a bfloat16 weight, as they lie in memory, times 16 tokens at once. Inputs then stand in groups of
- * 16 tokens, pairs of numbers side by side: what a group's token t has at 2k and 2k + 1 is word 16 k + t of the group.
+/* Matrix units (AMX) multiply 16 rows of a bfloat16 weight, in place, by 16 tokens at once. Inputs then come in groups of 16
+ * tokens, with pairs of numbers adjacent: numbers 2k and 2k + 1 of a group's token t are word 16 k + t of the group.
  */
 #if defined(__AMX_TILE__) && defined(__AMX_BF16__)
 #define TILES
@@ -71,13 +71,13 @@ INLINE int64_t grouped(int64_t tokens) { return (tokens + GROUP - 1) / GROUP * G
 
 INLINE int64_t padded(int64_t count) { return (count + PADDING - 1) / PADDING * PADDING; }
 
-/* LANES of `count` numbers, and zeros behind them. */
+/* Load LANES of `count` numbers, with zeros after the end. */
 INLINE Floats part_of(const float *from, int64_t place, int64_t count) {
     if (place + LANES <= count) return load(from + place);
     return place < count ? load_as(FLOAT32, from, place, count - place) : all(0);
 }
 
-/* One token's numbers in the form that products with `format` take. */
+/* Convert one token's numbers to the form that products with weights of this format need. */
 static void prepare(int format, const float *from, int64_t count, void *to, float *scale) {
     const int64_t stride = padded(count);
     if (format == FLOAT32 || (format == BFLOAT16 && sizeof(BF16_INPUT) == 4)) {
@@ -89,16 +89,16 @@ static void prepare(int format, const float *from, int64_t count, void *to, floa
         for (int64_t i = 0; i < count; i++) ((uint16_t *)to)[i] = rounded(from[i]);
         memset((uint16_t *)to + count, 0, (size_t)(stride - count) * 2);
     } else {
-        Floats most[4] = {{0}}, faults[4] = {{0}};  /* four of each: none waits for the one before */
+        Floats most[4] = {{0}}, faults[4] = {{0}};  /* four of each, so that none waits for the one before */
         for (int64_t i = 0; i < count; i += 4 * LANES)
             for (int j = 0; j < 4; j++) {
                 const Floats x = part_of(from, i + j * LANES, count);
                 most[j] = larger(most[j], x);
-                faults[j] += x * 0.0f;  /* infinite or not a number: the scale carries it on */
+                faults[j] += x * 0.0f;  /* NaN for infinities and NaNs; passed on in the scale */
             }
         float largest = 0;
         for (int i = 0; i < 4 * LANES; i++) largest = MAX(largest, most[i / LANES][i % LANES]);
-        const float steps = (float)MIN(STEPS, INT32_MAX / 128 / (stride / LANES));  /* no sum of a lane overflows */
+        const float steps = (float)MIN(STEPS, INT32_MAX / 128 / (stride / LANES));  /* so that no lane's sum overflows */
         const float factor = largest > 0 ? steps / largest : 0;
         const Floats magic = all(12582912.0f);
         Quantum *quanta = to;
@@ -135,18 +135,18 @@ INLINE size_t input_bytes(int format) {
     return format == INT8 ? PLANES * sizeof(Quantum) : format == BFLOAT16 ? sizeof(BF16_INPUT) : 4;
 }
 
-/* Where the numbers of one token begin. */
+/* Return the address of one token's numbers. */
 INLINE char *input_at(char *inputs, int64_t token, int format, int64_t columns) {
     const int64_t bytes = padded(columns) * (int64_t)input_bytes(format);
     return uses_tiles(format, columns) ? inputs + token / GROUP * GROUP * bytes + token % GROUP * 4 : inputs + token * bytes;
 }
 
-/* Sums of `tokens` inputs with four rows: one vector per token. The number of tokens is a constant wherever this is inlined. */
-#define AT_ONCE(tokens) ((tokens) > 2 ? 0 : LINE)  /* bytes of a row: with more tokens than two, registers do not suffice */
+/* Products of `tokens` inputs with four rows: one vector per token. `tokens` is a constant wherever this is inlined. */
+#define AT_ONCE(tokens) ((tokens) > 2 ? 0 : LINE)  /* bytes of a row per step: for more than two tokens, registers run out */
 #define EACH_TOKEN _Pragma("GCC unroll 8") for (int t = 0; t < tokens; t++)
 #define EACH_ROW _Pragma("GCC unroll 4") for (int r = 0; r < TILE_ROWS; r++)
 
-/* Have memory bring of the next rows as much as `bytes` of each row at `place` are: they lie one behind the other. */
+/* Prefetch as much of the next rows, which are adjacent, as `bytes` of each current row at `place`. */
 INLINE void fetch(const char *rows, int64_t place, const int64_t bytes) {
     _Pragma("GCC unroll 8") for (int64_t at = 0; at < TILE_ROWS * bytes; at += LINE)
         __builtin_prefetch(rows + TILE_ROWS * place + at, 0, 2);
@@ -222,12 +222,12 @@ INLINE void tile_pairs(const int tokens, const Matrix *m, const void *const rows
 }
 #endif
 
-/* Whole numbers have no rounding: only the sum over the lanes has an order. */
+/* Sums of whole numbers are exact, so only the sum over the lanes has an order. */
 #ifdef SQUARES
-/* Two rows times both planes of a token in one instruction: all of a sum is whole, and rounded once, at its end. */
+/* One instruction multiplies two rows by both planes of a token; the sums are exact, and rounded once at the end. */
 INLINE void tile_quanta(const int tokens, const Matrix *m, const void *const rows[TILE_ROWS], const Quantum *x, int64_t stride,
                         int64_t ahead, Four *sums) {
-    int32x4_t sum[TILE_TOKENS / 2][TILE_ROWS];  /* of the first and the last eight columns of rows 0 and 1, of rows 2 and 3 */
+    int32x4_t sum[TILE_TOKENS / 2][TILE_ROWS];  /* first and last eight columns of rows 0 and 1, then of rows 2 and 3 */
     const int64_t step = MAX(16, AT_ONCE(tokens));
     _Pragma("GCC unroll 3") for (int t = 0; t < tokens / 2; t++) EACH_ROW sum[t][r] = vdupq_n_s32(0);
     for (int64_t k = 0; k < m->stride; k += step) {
@@ -332,7 +332,7 @@ typedef struct {
     uint8_t height[16];
 } TileShape;
 
-/* Four groups of tokens, at most, times 16 rows at a time: tiles 0 to 3 are sums, 4 the weight, 5 the inputs. */
+/* Multiply up to four groups of tokens by 16 rows at a time: tiles 0 to 3 are sums, 4 the weight, 5 the inputs. */
 static void multiply_tiles(const Matrix *m, Input input, int64_t tokens, int64_t first, int64_t count, float *to, int64_t pitch) {
     TileShape shape = {.palette = 1};
     for (int i = 0; i < 6; i++) shape.width[i] = 64, shape.height[i] = GROUP;
@@ -387,7 +387,7 @@ static void multiply_tiles(const Matrix *m, Input input, int64_t tokens, int64_t
 }
 #endif
 
-/* Outputs of up to BLOCK tokens for rows `first` to `first + count`, scaled and with their bias: `to[token * pitch + row]`. */
+/* Outputs of up to BLOCK tokens for rows `first` to `first + count`, with scale and bias: `to[token * pitch + row]`. */
 static void multiply_rows(const Matrix *m, Input input, int64_t tokens, int64_t first, int64_t count, float *to, int64_t pitch) {
 #ifdef TILES
     if (uses_tiles(m->format, m->columns)) {
@@ -397,17 +397,17 @@ static void multiply_rows(const Matrix *m, Input input, int64_t tokens, int64_t 
 #endif
     const int64_t size = m->format == INT8 ? 1 : m->format == BFLOAT16 ? 2 : 4;
     const int64_t planes = m->format == INT8 ? PLANES : 1, most = TILE_TOKENS / planes, parts = (tokens + most - 1) / most;
-    const int64_t far = MAX(1, FAR / (TILE_ROWS * m->stride * size));  /* tiles that memory is ahead */
-    /* Few tokens stay near while rows go by, each once; of many, some at a time, and rows come again. */
+    const int64_t far = MAX(1, FAR / (TILE_ROWS * m->stride * size));  /* tiles to prefetch ahead */
+    /* A few tokens stay in the cache while each row is read once; many tokens are taken in parts, and rows are read again. */
     const int near = tokens * input.stride * (int64_t)input_bytes(m->format) <= NEAR;
     const int64_t tiles = (count + TILE_ROWS - 1) / TILE_ROWS, inner = near ? parts : tiles, outer = near ? tiles : parts;
-    const int64_t least = tokens / parts, fuller = tokens % parts;  /* parts are as even as can be */
+    const int64_t least = tokens / parts, fuller = tokens % parts;  /* parts are as even as possible */
     for (int64_t i = 0, j = 0; i < outer; j + 1 < inner ? j++ : (i++, j = 0)) {
         const int64_t part = near ? j : i, row = (near ? i : j) * TILE_ROWS;
         const int64_t token = part * least + MIN(part, fuller), some = least + (part < fuller);
         const int64_t here = MIN(count - row, TILE_ROWS);
         const void *rows[TILE_ROWS];
-        for (int r = 0; r < TILE_ROWS; r++)  /* past the end: the last one again */
+        for (int r = 0; r < TILE_ROWS; r++)  /* past the end, repeat the last row */
             rows[r] = (const char *)m->data + (first + row + MIN(r, here - 1)) * m->stride * size;
         const int64_t ahead = part == 0 && first + row + (far + 1) * TILE_ROWS <= m->rows ? far * TILE_ROWS * m->stride * size : 0;
         Four sums[TILE_TOKENS], scale = {0}, bias = {0};

@@ -1,7 +1,7 @@
-/* Vectors of the compiler's own kind, as wide as the CPU's: one source for NEON, AVX2, AVX-512 and anything else.
+/* The compiler's vector types, as wide as the CPU's: one source for NEON, AVX2, AVX-512 and anything else.
  *
- * Everything here computes each number by itself or sums in an order that the length alone decides. No sum may depend on how
- * many tokens, rows or threads are at work: that is what makes a token's bits the same in a tree, in a batch and alone.
+ * All functions compute each number by itself, or sum in an order that depends only on the length. No sum may depend on the
+ * number of tokens, rows or threads: that gives a token the same bits in a tree, in a batch and alone.
  */
 #include <stddef.h>
 #include <stdint.h>
@@ -19,7 +19,7 @@
 #else
 #define LANES 4
 #endif
-/* Tokens whose sums with four rows of a weight fit into the registers. */
+/* Most tokens whose sums with four rows of a weight fit into the registers. */
 #if defined(__AVX512F__) || defined(__aarch64__)
 #define TILE_TOKENS 6
 #else
@@ -36,7 +36,7 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t Halves __attribute__((vector_size(2 * LANES)));
 typedef float Four __attribute__((vector_size(16)));
 
-/* The same choice out of four lanes of `a` (0 to 3) and of `b` (LANES to LANES + 3), in every group of four lanes. */
+/* Pick from four lanes of `a` (0 to 3) and of `b` (LANES to LANES + 3), in the same way in every group of four lanes. */
 #if LANES == 16
 #define GROUPS(i, j, k, l) i, j, k, l, i + 4, j + 4, k + 4, l + 4, i + 8, j + 8, k + 8, l + 8, i + 12, j + 12, k + 12, l + 12
 #elif LANES == 8
@@ -62,8 +62,8 @@ INLINE void store(float *to, Floats value) { memcpy(to, &value, sizeof value); }
 
 INLINE Floats all(float value) { return value - (Floats){0}; }
 
-/* a * b + c, rounded once where the CPU can. Left to themselves, compilers fuse in some loops and not in others (GCC for Zen, and
- * since GCC 13 for Sapphire Rapids): a sum would depend on how many tokens share its loop. So they may not fuse; sums call this.
+/* a * b + c, rounded once if the CPU can. Compilers fuse in some loops and not in others (GCC for Zen, and since GCC 13 for
+ * Sapphire Rapids), so a sum would depend on how many tokens share its loop. So they must not fuse, and sums call this instead.
  */
 INLINE Floats fused(Floats a, Floats b, Floats c) {
 #if defined(__AVX512F__)
@@ -79,7 +79,7 @@ INLINE Floats fused(Floats a, Floats b, Floats c) {
 
 INLINE Floats choose(Ints mask, Floats yes, Floats no) { return (Floats)((mask & (Ints)yes) | (~mask & (Ints)no)); }
 
-/* The larger of `most` and the size of each number; any of the two where the number is none. */
+/* The larger of `most` and the absolute value of each number; either of the two for NaN. */
 INLINE Floats larger(Floats most, Floats x) {
 #if defined(__aarch64__)
     return (Floats)vmaxq_f32((float32x4_t)most, vabsq_f32((float32x4_t)x));
@@ -89,13 +89,13 @@ INLINE Floats larger(Floats most, Floats x) {
 #endif
 }
 
-#if defined(__aarch64__)  /* GCC 12 would move each number by itself */
+#if defined(__aarch64__)  /* GCC 12 would otherwise move numbers one by one */
 INLINE Floats widened(Halves halves) { return (Floats)vshll_n_u16((uint16x4_t)halves, 16); }
 #else
 INLINE Floats widened(Halves halves) { return (Floats)(__builtin_convertvector(halves, Words) << 16); }
 #endif
 
-/* LANES numbers of either format; of the last of `left` numbers, what is missing is zero. */
+/* Load LANES numbers of either format; if only `left` are left, pad with zeros. */
 INLINE Floats load_as(int format, const void *from, int64_t place, int64_t left) {
     const size_t whole = (size_t)MIN(left, LANES);
     if (format == BFLOAT16) {
@@ -110,7 +110,7 @@ INLINE Floats load_as(int format, const void *from, int64_t place, int64_t left)
     return value;
 }
 
-/* To the nearest bfloat16, ties to even; what is not a number stays so. */
+/* Round to the nearest bfloat16, ties to even; NaN stays NaN. */
 INLINE uint16_t rounded(float value) {
     uint32_t bits;
     memcpy(&bits, &value, 4);
@@ -123,7 +123,7 @@ INLINE void store_as(int format, void *to, int64_t place, const float *from, int
     else for (int64_t i = 0; i < count; i++) ((uint16_t *)to + place)[i] = rounded(from[i]);
 }
 
-/* Sums over the lanes of four vectors, side by side; each one in the same order. */
+/* Sums over the lanes of four vectors, each in the same order. */
 INLINE Four four_sums(Floats a, Floats b, Floats c, Floats d) {
 #if defined(__aarch64__)
     return (Four)vpaddq_f32(vpaddq_f32((float32x4_t)a, (float32x4_t)b), vpaddq_f32((float32x4_t)c, (float32x4_t)d));
@@ -146,10 +146,10 @@ INLINE Four four_sums(Floats a, Floats b, Floats c, Floats d) {
 
 INLINE float one_sum(Floats value) { return four_sums(value, value, value, value)[0]; }
 
-/* e to the power of each number: 2^n times a polynomial of what is left (relative error below 2e-7). */
+/* e to the power of each number: 2^n times a polynomial of the remainder (relative error below 2e-7). */
 INLINE Floats exponential(Floats x) {
     const Floats most = all(88.0f), least = all(-87.0f), magic = all(12582912.0f);
-    x = choose(x > most, most, x);  /* what is not a number goes through */
+    x = choose(x > most, most, x);  /* NaN passes through */
     x = choose(x < least, least, x);
     const Floats shifted = fused(x, all(1.44269504f), magic);
     const Floats whole = shifted - magic;

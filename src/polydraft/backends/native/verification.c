@@ -1,36 +1,35 @@
-/* Drawing and verification on a CPU: the largest weights of a row, tokens drawn from it, races between children
- * (polydraft.verify.contest, where it is explained) and the end of a path (polydraft.verify.block). The same formulas in the
- * same order, for hundreds of small operations per node that cost more to call than to compute. One row after the other, in
- * float64.
+/* Drawing and verification on a CPU: the largest weights of a row, tokens drawn from it, races between children (explained in
+ * polydraft.verify.contest) and the end of a path (polydraft.verify.block). The formulas and their order are the same as in
+ * torch, which takes hundreds of small operations per node that cost more to call than to compute. One row at a time, in float64.
  */
 #include <stdint.h>
 #include <string.h>
 
 #define NO_TOKEN (-1)
-#define FEW 64             /* children per node, at most */
-#define SMALLEST 1e-300    /* stands for a denominator of zero */
+#define FEW 64             /* most children per node */
+#define SMALLEST 1e-300    /* replaces a denominator of zero */
 #define BELOW_ONE 0x1.fffffffffffffp-1
 #define LESS(a, b) ((a) < (b) ? (a) : (b))
 #define MORE(a, b) ((a) > (b) ? (a) : (b))
 
 typedef struct {
-    const float *target;          /* p, [rows, vocabulary], as it came */
-    const float *draft;           /* q of each row begins `offsets` numbers behind this */
+    const float *target;          /* p, [rows, vocabulary], unnormalised */
+    const float *draft;           /* each row's q begins `offsets` numbers after this */
     const int64_t *offsets;
-    const int64_t *known;         /* tokens of the draft's columns; none: it knows all */
-    const int64_t *column_of;     /* every token's column */
-    const double *others;         /* 1 for every token that the draft does not know */
+    const int64_t *known;         /* tokens of the draft's columns; null: it knows all tokens */
+    const int64_t *column_of;     /* each token's column */
+    const double *others;         /* 1 for each token that the draft does not know */
     const int64_t *children;      /* tokens, [rows, width] */
     const int64_t *nodes;
     const double *uniforms;       /* [rows, uniform_stride] */
-    const uint8_t *state;         /* of each row: 0 its path has ended above, 1 it ends here, 2 a child is picked */
-    double *lumped, *distribution;         /* p and r over columns, [rows, columns]: one more than the draft's where it does not know all */
+    const uint8_t *state;         /* of each row: 0 if its path has ended above, 1 if it ends here, 2 if a child is picked */
+    double *lumped, *distribution;  /* p and r, [rows, columns]; one column more than the draft's if it lacks tokens */
     double *ratio, *mass;         /* p(x)/r(x) of the picked child x; the sum of p */
     int64_t *child;               /* the picked child's node; NO_TOKEN for none */
-    int64_t *fault;               /* 1: the target's distribution is not a number, 2: the draft's */
-    void *memory;                 /* as much as `polydraft_pick_memory` says */
+    int64_t *fault;               /* 1: the target's distribution is NaN, 2: the draft's */
+    void *memory;                 /* as many bytes as `polydraft_pick_memory` says */
     int64_t rows, vocabulary, draft_columns, columns, width, uniform_stride, buckets;
-    double threshold;             /* of certain children; infinity: none is certain */
+    double threshold;             /* for certain children; infinity: none is certain */
 } Pick;
 
 typedef struct {                  /* one race, over cells */
@@ -41,7 +40,7 @@ typedef struct {                  /* one race, over cells */
 
 static double quotient(double numerator, double denominator) { return numerator / MORE(denominator, SMALLEST); }
 
-/* Sums of eight strands side by side: a single one would wait for each addition. */
+/* Sums in eight strands, because a single one would wait for each addition. */
 #define STRANDS 8
 #define SUM_OF(name, arguments, term)                                                \
     static double name(arguments, int64_t count) {                                   \
@@ -79,7 +78,7 @@ static Race laid_out(const Pick *p) {
     return race;
 }
 
-/* Entries of a rising table that do not exceed a mark. */
+/* Number of entries of a rising table that do not exceed a mark. */
 static int64_t searched(const double *table, int64_t count, double mark) {
     int64_t low = 0, high = count;
     while (low < high) {
@@ -110,7 +109,7 @@ static void fill_cells(const double *target, const float *draft, int64_t drawn, 
     const double step = scale / (double)buckets, one = 1.0 / (double)buckets, most = (double)buckets;
     for (int64_t x = 0; x < drawn; x++) {
         double place = 1.0 / ((double)draft[x] / target[x] * step + one);
-        place = place >= 1 ? place : 1;  /* 0/0 may land anywhere */
+        place = place >= 1 ? place : 1;  /* 0/0 may land in any cell */
         cell[x] = (int32_t)(place <= most ? place : most);
     }
     if (drawn < columns) cell[drawn] = (int32_t)buckets;
@@ -143,7 +142,7 @@ static void plan(Race *r) {
     }
 }
 
-/* What winners keep when a mass of `certain` goes from where r exceeds p to certain children. */
+/* Compute what winners keep after `certain` mass goes from where r exceeds p to certain children. */
 static void hand_over(Race *r, double certain) {
     double sum = 0;
     for (int64_t c = 0; c < r->cells; c++) sum += MORE(r->selected[c] - r->target[c], 0);
@@ -176,7 +175,7 @@ static double place(const Race *r, int64_t cell, double partner, double number) 
     return r->above[whose] - below * r->draft[whose];
 }
 
-/* Race the children of one row; returns the picked one's number, and r in `distribution`. */
+/* Race the children of one row; returns the index of the picked one, and r in `distribution`. */
 static int64_t raced(const Pick *p, Race *r, const double *target, const float *draft, const int64_t *column, const double *number,
                      double *distribution) {
     const int64_t width = p->width;
@@ -200,7 +199,7 @@ static int64_t raced(const Pick *p, Race *r, const double *target, const float *
     fill_cells(target, draft, p->draft_columns, p->columns, quotient(total, total - apart_weight), p->buckets, r->cell);
     for (int64_t k = 0; k < width; k++) {
         const int racing = column[k] != NO_TOKEN && k >= first;
-        cell[k] = racing || !first ? r->cell[token[k]] : 0;  /* whose mass is forgotten */
+        cell[k] = racing || !first ? r->cell[token[k]] : 0;  /* the mass of cell 0 is dropped */
     }
     for (int64_t k = 0; k < width; k++) r->cell[token[k]] = (int32_t)cell[k];
     memset(r->target, 0, (size_t)r->cells * 8);
@@ -237,22 +236,22 @@ static int64_t raced(const Pick *p, Race *r, const double *target, const float *
         if (winner == NO_TOKEN || where > best) winner = k, best = where;
     }
     if (winner == NO_TOKEN || !first || number[0] < value[winner]) return winner;
-    /* A number above the chance to keep is uniform there, so it also tells who takes over. */
+    /* A number above the chance to keep is uniform there, so it also decides who takes over. */
     double running = 0;
     const double mark = quotient(number[0] - value[winner], 1 - value[winner]) * certain_mass;
     for (int64_t k = 0; k < width; k++) {
         running += certain[k];
         if (running > mark) return k;
     }
-    return winner;  /* rounding put the mark at the very end */
+    return winner;  /* rounding has put the mark at the very end */
 }
 
-/* Write p over columns, of which the last stands for all tokens that the draft does not know; return its sum. */
+/* Write p by column, the last one for all tokens that the draft does not know; returns its sum. */
 static double lump(const Pick *p, const float *target, double *lumped) {
     if (!p->known) for (int64_t x = 0; x < p->columns; x++) lumped[x] = (double)target[x];
     else {
         for (int64_t x = 0; x < p->draft_columns; x++) lumped[x] = (double)target[p->known[x]];
-        /* A sum of them, and not all less the known ones: it must be 0 where they are. */
+        /* Summed directly, not as a difference, so that it is 0 if they all are. */
         lumped[p->draft_columns] = sum_of_counted(target, p->others, p->vocabulary);
     }
     return sum_of(lumped, p->columns);
@@ -279,7 +278,7 @@ void polydraft_pick(const Pick *p) {
         const int64_t token = MORE(column[index], 0);
         const double chance = distribution[token] * p->mass[row];
         p->ratio[row] = chance > 0 ? lumped[token] / chance : 0;
-        for (int64_t k = p->width - 1; k >= 0; k--)  /* the first match: a token drawn twice has equal subtrees in distribution */
+        for (int64_t k = p->width - 1; k >= 0; k--)  /* first match: a token drawn twice has equal subtrees in distribution */
             if (column[k] == token) p->child[row] = p->nodes[row * p->width + k];
     }
 }
@@ -291,9 +290,9 @@ typedef struct {
     const uint8_t *going;                      /* [levels, rows]: whether the path goes on below */
     const int64_t *known;
     const double *uniforms;                    /* two per row: where to stop, and what follows */
-    double *memory;                            /* as `polydraft_draw_memory` says */
-    int64_t *accepted;                         /* NO_TOKEN where there is nothing to draw */
-    int64_t *token;                            /* NO_TOKEN where the distribution behind the last level is needed, too */
+    double *memory;                            /* as many bytes as `polydraft_draw_memory` says */
+    int64_t *accepted;                         /* NO_TOKEN if there is nothing to draw */
+    int64_t *token;                            /* NO_TOKEN also if the distribution after the last level is needed */
     int64_t rows, levels, vocabulary, draft_columns, columns, uniform_stride;
 } End;
 
@@ -306,20 +305,20 @@ static double fill_sums(const double *weight, int64_t count, double *sums) {
     return total;
 }
 
-/* Find the block that a uniform number falls into, then the token inside it; NO_TOKEN where there is no weight. */
+/* Find the block that a uniform number falls into, then the token inside it; NO_TOKEN if there is no weight. */
 static int64_t found(const double *weight, int64_t count, const double *sums, double total, double uniform) {
     const double mark = LESS(uniform, BELOW_ONE) * total;
     double before = 0;
     if (!(total > 0)) return NO_TOKEN;
     for (int64_t first = 0, block = 0; first < count; first += BLOCK, block++) {
-        if (before + sums[block] > mark) {  /* as it is in the end, since these are the very sums that make up the total */
+        if (before + sums[block] > mark) {  /* true for some block, because these very sums add up to the total */
             int64_t last = NO_TOKEN;
             for (int64_t i = first; i < LESS(first + BLOCK, count); i++) {
                 before += weight[i];
                 if (weight[i] > 0) last = i;
                 if (before > mark) break;
             }
-            return last;  /* a token with weight, even if rounding has left the mark at the block's end */
+            return last;  /* has weight, even if rounding puts the mark at the block's end */
         }
         before += sums[block];
     }
@@ -334,7 +333,7 @@ static int64_t drawn(double *weight, int64_t count, double uniform) {
     return found(weight, count, sums, total, uniform);
 }
 
-/* Draw tokens, with replacement, from weights as they come. */
+/* Draw tokens with replacement, from unnormalised weights. */
 void polydraft_draw(const float *weight, int64_t stride, int64_t rows, int64_t count, const double *uniforms,
                     int64_t uniform_stride, int64_t width, double *memory, int64_t *token) {
     for (int64_t row = 0; row < rows; row++) {
@@ -345,7 +344,7 @@ void polydraft_draw(const float *weight, int64_t stride, int64_t rows, int64_t c
     }
 }
 
-/* Find the largest weights of each row in order, of equal ones the first; returns whether all could be compared. */
+/* Find the largest weights of each row in order, of equal ones the first; returns 0 if there are NaNs. */
 int32_t polydraft_largest(const float *weight, int64_t stride, int64_t rows, int64_t count, int64_t width, float *value,
                           int64_t *token) {
     enum { STEP = 64 };
@@ -375,13 +374,13 @@ int32_t polydraft_largest(const float *weight, int64_t stride, int64_t rows, int
     return comparable;
 }
 
-/* The chance to stop at each depth, from the end upwards. */
+/* Compute the chance of stopping at each depth, from the end upwards. */
 static void fill_stops(const End *e, int64_t row, double *stop) {
     double passed = 1;
     for (int64_t level = e->levels; level >= 0; level--) {
         const double weight = e->weight[level * e->rows + row];
         const int64_t at = level * e->rows + row;
-        double mass = weight;  /* at a path's end nothing is picked: the excess is all of a p */
+        double mass = weight;  /* at a path's end nothing is picked, so the excess is all of a p */
         if (level < e->levels && e->going[at]) {
             const double *p = e->lumped[level] + row * e->columns, *r = e->distribution[level] + row * e->columns;
             mass = sum_of_excess(p, r, weight / e->mass[at], e->columns);
@@ -392,7 +391,7 @@ static void fill_stops(const End *e, int64_t row, double *stop) {
     }
 }
 
-/* Say where each row's path stops, and what follows there. */
+/* Draw where each row's path stops, and the token there. */
 void polydraft_end(const End *e) {
     for (int64_t row = 0; row < e->rows; row++) {
         double stop[FEW + 1], total = 0, running = 0;
@@ -414,7 +413,7 @@ void polydraft_end(const End *e) {
         const double *p = e->lumped[level] + row * e->columns, *r = e->distribution[level] + row * e->columns;
         const double share = e->weight[at] / e->mass[at];
         if (e->known) {
-            /* Tokens that the draft does not know are never picked: all of a p is left of them. */
+            /* Tokens that the draft does not know are never picked, so all of a p is left for them. */
             for (int64_t token = 0; token < e->vocabulary; token++) e->memory[token] = (double)target[token] * share;
             for (int64_t x = 0; x < e->draft_columns; x++) e->memory[e->known[x]] = MORE(p[x] * share - r[x], 0);
         } else for (int64_t x = 0; x < e->columns; x++) e->memory[x] = MORE(p[x] * share - r[x], 0);

@@ -1,4 +1,4 @@
-"""What compiled drawing and verification take, as C lays it out: rows of weights, children of a level, ends of paths."""
+"""Arguments of compiled drawing and verification, as C structures: rows of weights, children of a level, ends of paths."""
 
 import ctypes
 from collections.abc import Sequence
@@ -7,14 +7,13 @@ from ctypes import POINTER, c_double, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from polydraft.backends.native.arguments import WorkingMemory
+from polydraft.backends.native.arguments import working_memory
 
 MOST_CHILDREN = 64
-_MEMORY = WorkingMemory()
 
 
 class Pick(ctypes.Structure):
-    """Children of one node per row, the target's and the draft's distributions there, and what was picked."""
+    """Children of one node per row, the target's and the draft's distributions there, and the picked child."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("target", "draft", "offsets", "known", "column_of", "others", "children", "nodes")),
@@ -28,7 +27,7 @@ class Pick(ctypes.Structure):
 
 
 class End(ctypes.Structure):
-    """Paths, what was found along them, and where they stop."""
+    """Paths, what was computed along them, and where they stop."""
 
     _fields_ = (
         *(
@@ -41,7 +40,7 @@ class End(ctypes.Structure):
 
 
 def declare_verification(library: ctypes.CDLL) -> None:
-    """Say what these functions of a library take and return."""
+    """Declare the arguments and results of these functions of a library."""
     library.polydraft_pick.argtypes, library.polydraft_pick.restype = (POINTER(Pick),), None
     library.polydraft_pick_memory.argtypes, library.polydraft_pick_memory.restype = (c_int64, c_int64), c_int64
     library.polydraft_end.argtypes, library.polydraft_end.restype = (POINTER(End),), None
@@ -53,7 +52,7 @@ def declare_verification(library: ctypes.CDLL) -> None:
 
 
 def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:
-    """Return where some tensors are, as a list for C."""
+    """Return the addresses of some tensors as a C array."""
     return (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
@@ -65,26 +64,16 @@ def draw(library: ctypes.CDLL, weights_RV: Tensor, uniforms_RK: Tensor) -> Tenso
     tokens_RK = torch.empty(rows, width, dtype=torch.long)
     library.polydraft_draw(
         weights_RV.data_ptr(), weights_RV.stride(0), rows, count, uniforms_RK.data_ptr(), uniforms_RK.stride(0), width,
-        draw_memory(library, count), tokens_RK.data_ptr(),
+        working_memory(library.polydraft_draw_memory(count)), tokens_RK.data_ptr(),
     )  # fmt: skip
     return tokens_RK
 
 
 def largest_weights(library: ctypes.CDLL, weights_RV: Tensor, count: int) -> tuple[Tensor, Tensor] | None:
-    """Return the largest of each row's float32 weights in order, and where they are; None where some are not numbers."""
+    """Return the largest of each row's float32 weights in order, and their columns; None if there are NaNs."""
     assert weights_RV.dtype == torch.float32 and weights_RV.stride(1) == 1 and 0 < count <= weights_RV.shape[1]
     rows, size = weights_RV.shape
     value_RK, token_RK = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.long)
     sizes = (weights_RV.stride(0), rows, size, count)
     comparable = library.polydraft_largest(weights_RV.data_ptr(), *sizes, value_RK.data_ptr(), token_RK.data_ptr())
     return (value_RK, token_RK) if comparable else None
-
-
-def draw_memory(library: ctypes.CDLL, count: int) -> int:
-    """Return where there is room for drawing from so many weights."""
-    return _MEMORY.address(library.polydraft_draw_memory(count))
-
-
-def working_memory(size: int) -> int:
-    """Return where so many bytes are that this thread may write to until it asks again."""
-    return _MEMORY.address(size)

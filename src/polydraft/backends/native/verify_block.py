@@ -1,7 +1,7 @@
 """Block verification in C, on a CPU.
 
-In torch a node takes hundreds of small operations, whose calls cost more than what they compute: here the picks of a level are
-one call, and the ends of all paths another. `polydraft.verify.block` says what is computed.
+In torch a node takes hundreds of small operations, which cost more to call than to compute. Here the picks of a level are one
+call, and the ends of all paths another. `polydraft.verify.block` describes what is computed.
 """
 
 import ctypes
@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polydraft.backends.native.build import loaded
-from polydraft.backends.native.verification import MOST_CHILDREN, End, Pick, addresses, draw, draw_memory, working_memory
+from polydraft.backends.native.arguments import working_memory
+from polydraft.backends.native.build import library, loaded
+from polydraft.backends.native.verification import MOST_CHILDREN, End, Pick, addresses, draw
 from polydraft.devices import can_sync
 from polydraft.operations import implements
 from polydraft.sampling import NO_TOKEN
@@ -25,14 +26,14 @@ from polydraft.verify.walk import Fault, TargetDistribution, Verdict
 def _supports(
     scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor, least_weight: float
 ) -> bool:
-    """Trees that `hybrid` or a bucketed race has drawn; depends on nothing that rows may differ in."""
+    """Whether `hybrid` or a bucketed race has drawn the trees; must not depend on anything in which rows differ."""
     if not can_sync(uniforms_BU) or not draft.distributions or draft.distribution_rows_BN is None or loaded() is None:
         return False
     return (
         threshold_of(scheme) is not None
         and isinstance(scheme, Race)
         and scheme.buckets is not None
-        and draft.distributions[0].shape[-1] >= scheme.buckets  # of fewer columns the reference sorts the buckets
+        and draft.distributions[0].shape[-1] >= scheme.buckets  # with fewer columns, the reference sorts the buckets
         and draft.child_table_BNK.shape[-1] <= MOST_CHILDREN
         and draft.depth < MOST_CHILDREN
         and all(distribution.dtype == torch.float32 and distribution.stride(-1) == 1 for distribution in draft.distributions)
@@ -45,9 +46,7 @@ def _supports(
 def _verify_block(
     scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor, least_weight: float
 ) -> Verdict:
-    library = loaded()
-    assert library is not None
-    return _Walk(library, scheme, draft, target_distribution, uniforms_BU, least_weight).run()
+    return _Walk(library(), scheme, draft, target_distribution, uniforms_BU, least_weight).run()
 
 
 class _Walk:
@@ -55,7 +54,7 @@ class _Walk:
 
     def __init__(
         self,
-        library: ctypes.CDLL,
+        kernels: ctypes.CDLL,
         scheme: Scheme,
         draft: DraftTree,
         target_distribution: TargetDistribution,
@@ -63,15 +62,15 @@ class _Walk:
         least_weight: float,
     ) -> None:
         assert isinstance(scheme, Race) and scheme.select_uniforms is not None and draft.distribution_rows_BN is not None
-        self.kernels, self.draft, self.target_distribution, self.uniforms_BU = library, draft, target_distribution, uniforms_BU
+        self.kernels, self.draft, self.target_distribution, self.uniforms_BU = kernels, draft, target_distribution, uniforms_BU
         self.buckets, self.least_weight, self.threshold = scheme.buckets or 0, least_weight, threshold_of(scheme)
         self.numbers_per_level = scheme.select_uniforms
         self.tokens_BN, self.table_BNK = draft.tokens_BN.numpy(), draft.child_table_BNK.numpy()
         self.distribution_rows_BN, self.rows_B = draft.distribution_rows_BN.numpy(), np.arange(len(draft.tokens_BN))
         self.distributions: list[Tensor] = []
-        """The target's, of each level."""
+        """The target's distributions at each level."""
         self.tables: list[Tensor] = []
-        """Of each level: the target's mass and the picked children's distribution, by columns."""
+        """For each level: the target's mass and the picked children's distribution, by columns."""
         self.nodes = [0 * self.rows_B]
         self.weights = [np.ones(len(self.rows_B))]
         self.going: list[np.ndarray] = []
@@ -80,7 +79,7 @@ class _Walk:
         self.fault_B = 0 * self.rows_B
 
     def run(self) -> Verdict:
-        """Go down all rows in step, then say where each stops."""
+        """Go down all rows in step, then draw where each stops."""
         path_BP = self.tokens_BN[:, :0]
         arrived_B = self.rows_B >= 0
         for level in range(self.draft.depth):
@@ -103,7 +102,7 @@ class _Walk:
         return self._verdict(*self._end(path_BP))
 
     def _children(self, node_B: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return node ids and tokens of the children of one node per row; take note whether there are any."""
+        """Return node ids and tokens of the children of one node per row, and record whether there are any."""
         nodes_BK = self.table_BNK[self.rows_B, node_B]
         children_BK = np.where(nodes_BK > 0, np.take_along_axis(self.tokens_BN, nodes_BK, 1), NO_TOKEN)
         self.offered.append((children_BK != NO_TOKEN).any(-1))
@@ -156,7 +155,8 @@ class _Walk:
             End(
                 ctypes.addressof(lumped), ctypes.addressof(distribution), ctypes.addressof(targets),
                 weights_LB.ctypes.data, masses_LB.ctypes.data, going_LB.ctypes.data,
-                None if vocabulary is None else vocabulary.addresses[0], last_2.data_ptr(), draw_memory(self.kernels, size),
+                None if vocabulary is None else vocabulary.addresses[0], last_2.data_ptr(),
+                working_memory(self.kernels.polydraft_draw_memory(size)),
                 accepted_B.ctypes.data, token_B.ctypes.data,
                 rows, levels, size, self.draft.distributions[0].shape[-1], self.tables[0].shape[-1], self.uniforms_BU.stride(0),
             )
@@ -169,7 +169,7 @@ class _Walk:
 
     def _verdict(self, stop_B: np.ndarray, token_B: np.ndarray) -> Verdict:
         depth, accepted_B1 = self.draft.depth, np.maximum(stop_B, 0)[:, None]
-        # Paths go no further than their levels; deeper entries repeat the last node.
+        # Entries beyond a path's end repeat its last node.
         nodes_BD = np.stack(self.nodes + self.nodes[-1:] * (depth + 1 - len(self.nodes)), 1)
         place_D = np.arange(depth + 1)
         path_BD = np.take_along_axis(nodes_BD, np.minimum(place_D, accepted_B1), 1)

@@ -1,4 +1,4 @@
-"""Where kernels of our own run, and what those who launch them share; the kernels themselves are with whom they serve."""
+"""Where our Triton kernels can run, and helpers to launch them."""
 
 import importlib.util
 import logging
@@ -15,28 +15,28 @@ from polydraft.errors import first_line
 
 _LOGGER = logging.getLogger("polydraft")
 _COMPILED_SECONDS = 0.3
-"""Compiling the smallest kernel takes longer than that, finding it in Triton's cache does not."""
+"""Compiling the smallest kernel takes longer than this; finding it in Triton's cache does not."""
 _first_seconds: dict[torch.device, float] = {}
-"""What the first kernel took."""
+"""Seconds that the first kernel took."""
 _INTERPRETED = False
 """Whether Triton interprets kernels on the CPU, see `interpreting`."""
 LEAST_CHILDREN = 4
-"""Nodes of fewer children share the kernel of these."""
+"""Nodes with fewer children use the kernel compiled for this many."""
 
 
 def kernels_run(tensor: Tensor) -> bool:
-    """Whether kernels of our own work on a tensor."""
-    return _compiles(tensor.device) if tensor.device.type == "cuda" else _INTERPRETED
+    """Whether our kernels work on a tensor."""
+    return triton_obstacle(tensor.device) is None if tensor.device.type == "cuda" else _INTERPRETED
 
 
 def runs_on_tensors(*args: object, **kwargs: object) -> bool:
-    """Whether kernels of our own work on the first tensor of an operation: all that many forms need."""
+    """Whether our kernels work on an operation's first tensor; that is all that many forms need."""
     return kernels_run(next(one for one in args if isinstance(one, Tensor)))
 
 
 @contextmanager
 def interpreting(on: bool = True) -> Iterator[None]:
-    """Say whether kernels run on a CPU, in Triton's interpreter, for tests; it must be turned on before Triton is imported."""
+    """Let kernels run on a CPU, in Triton's interpreter, for tests; the interpreter must be on before Triton is imported."""
     global _INTERPRETED
     before, _INTERPRETED = _INTERPRETED, on
     try:
@@ -46,17 +46,13 @@ def interpreting(on: bool = True) -> Iterator[None]:
 
 
 def are_new(device: torch.device) -> bool:
-    """Whether a GPU meets our kernels for the first time, so that they have to be compiled."""
+    """Whether our kernels still have to be compiled for a GPU."""
     return device.type == "cuda" and triton_obstacle(device) is None and _first_seconds.get(device, 0.0) > _COMPILED_SECONDS
-
-
-def _compiles(device: torch.device) -> bool:
-    return triton_obstacle(device) is None
 
 
 @cache
 def triton_obstacle(device: torch.device) -> str | None:
-    """Return why kernels of our own cannot run on a GPU, or None; found out once, and logged where it is a surprise."""
+    """Return why our kernels cannot run on a GPU, or None; checked once, and logged if it comes as a surprise."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     capability = torch.cuda.get_device_capability(device)
@@ -64,7 +60,7 @@ def triton_obstacle(device: torch.device) -> str | None:
         return f"the GPU's compute capability {capability[0]}.{capability[1]} is below 8.0"
     try:
         seconds = _first_seconds[device] = _launch_one(device)
-    except Exception as error:  # a missing C compiler most often, but Triton fails in many ways
+    except Exception as error:  # mostly a missing C compiler, but Triton fails in many ways
         reason = first_line(error)
         _LOGGER.warning("Triton cannot compile on this machine, so decoding runs without our GPU kernels, slower: %s", reason)
         return f"Triton cannot compile here ({reason})"
@@ -85,7 +81,7 @@ def _launch_one(device: torch.device) -> float:
 
 
 def overlapping(tensor: Tensor) -> dict[str, Any]:
-    """Return how to launch a kernel that begins with `wait_for_others`: a GPU that can gets it ready while others run."""
+    """Return launch options for kernels that begin with `wait_for_others`: some GPUs prepare them while others still run."""
     return {"PDL": True, "launch_pdl": True} if _overlaps(tensor.device) else {"PDL": False}
 
 
@@ -99,10 +95,10 @@ def _overlaps(device: torch.device) -> bool:
 
 
 def power_of_two(number: int, least: int = 1) -> int:
-    """Return the smallest power of two that is not below either."""
+    """Return the smallest power of two that is at least `number` and at least `least`."""
     return max(1 << (number - 1).bit_length(), least)
 
 
 def side_by_side(table: Tensor) -> Tensor:
-    """Return a table whose last axis lies in one piece; rows may be expanded."""
+    """Return a table whose last axis is contiguous; rows may be expanded."""
     return table if table.stride(-1) == 1 or table.shape[-1] == 1 else table.contiguous()

@@ -1,13 +1,13 @@
-"""Attention from the tokens of a tree to their text, at the cost of the real text and of nothing masked.
+"""Attention from the tokens of a tree to their text, which costs what the actual text costs, and nothing for masked slots.
 
-`scaled_dot_product_attention` with a mask reads every slot it is shown, repeats grouped heads, and needs the mask of the whole
-context. Here the committed text needs no mask, its length is read on the device, and long texts are shared out over the
-multiprocessors and put together by a second kernel [1]_. So one launch, captured in a graph for a largest context, costs
-what the context of the moment costs.
+`scaled_dot_product_attention` with a mask reads every slot it is given, repeats grouped heads, and needs a mask over the whole
+context. Here the committed text needs no mask, its length is read on the device, and long texts are split over the
+multiprocessors and joined by a second kernel [1]_. So a launch that is captured for a largest context costs only what the
+current context costs.
 
 References
 ----------
-.. [1] Dao et al. 2023, Flash-Decoding for long-context inference (split keys). Deviation: the splits share the real length,
+.. [1] Dao et al. 2023, Flash-Decoding for long-context inference (split keys). Deviation: the splits share the actual length,
    read in the kernel, evenly.
 .. [2] Dao et al. 2022, FlashAttention, arXiv:2205.14135 (algorithm 1, the running softmax).
 """
@@ -27,23 +27,23 @@ from polydraft.models.bodies import kernel_obstacle
 from polydraft.operations import implements
 
 _FORMATS = (torch.bfloat16, torch.float16, torch.float32)
-_MULTIPROCESSORS = 132
-"""Of an H100 or H200; on others the number of splits is a little off, nothing else."""
+MULTIPROCESSORS = 132
+"""Of an H100 or H200; on other GPUs, tiles and splits are only slightly less fast."""
 _MOST_SPLITS = 64
 _SHORT_TEXT = 2048
 _USUAL_CHANNELS = 128
-"""Larger heads get fewer keys at a time, to fit into the 99 KiB of shared memory of compute capability 8.6 and 8.9."""
+"""Heads with more channels get fewer keys at a time, to fit into 99 KiB of shared memory (compute capability 8.6 and 8.9)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionPlan:
-    """How the work is cut up; a function of static sizes alone, so that a graph can keep it."""
+    """How the work is split; depends only on static sizes, so that a graph can keep it."""
 
     block_lines: int
     """Pairs of token and query head that one program works on."""
     block_keys: int
     splits: int
-    """Programs that share the keys of one head."""
+    """Programs that share the keys of a head."""
     warps: int
     stages: int
 
@@ -54,7 +54,7 @@ def _is_asked(device: torch.device, dtype: torch.dtype) -> bool:
 
 @implements(kernel_obstacle, "triton", supports=_is_asked)
 def obstacle(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str | None:
-    """Return why the kernels cannot run there, or None."""
+    """Return why the kernels cannot run on a device in this dtype, or None."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed"
     if dtype not in _FORMATS:
@@ -66,20 +66,23 @@ def obstacle(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> str |
     return f"the device is {device}, not a GPU"
 
 
+def attention_blocks(lines: int, channels: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Return how many lines and keys a program takes at a time; float32 takes twice the shared memory."""
+    most = 32 if dtype == torch.float32 else 64
+    keys = most // 2 if channels > _USUAL_CHANNELS else most
+    return min(max(power_of_two(lines), 16), most), keys
+
+
 def plan_attention(batch_size: int, key_heads: int, lines: int, channels: int, keys: int, dtype: torch.dtype) -> AttentionPlan:
     """Choose sizes for `lines` = T · group lines over at most `keys` keys: as many programs as multiprocessors, no more splits.
 
-    Each split leaves sums behind that are read again: over short texts (13.3 against 15.0 µs at 600 keys on an H200, 46 lines,
-    32 heads) fewer are faster; over long ones two programs on each multiprocessor hide each other's waiting.
+    Each split writes sums that are read again, so over short texts fewer are faster (13.3 against 15.0 µs at 600 keys on an
+    H200, 46 lines, 32 heads); over long ones, two programs per multiprocessor hide each other's latency.
     """
-    wide = dtype == torch.float32  # twice the shared memory
-    block_lines = min(max(power_of_two(lines), 16), 32 if wide else 64)
-    block_keys = 32 if wide else 64
-    if channels > _USUAL_CHANNELS:
-        block_keys //= 2
+    block_lines, block_keys = attention_blocks(lines, channels, dtype)
     programs = batch_size * key_heads * math.ceil(lines / block_lines)
-    # A few multiprocessors without work cost less than a second turn of a few programs.
-    wanted = math.ceil(_MULTIPROCESSORS / programs - 0.25 if keys <= _SHORT_TEXT else 2 * _MULTIPROCESSORS / programs)
+    # A few idle multiprocessors cost less than a second wave of a few programs.
+    wanted = math.ceil(MULTIPROCESSORS / programs - 0.25 if keys <= _SHORT_TEXT else 2 * MULTIPROCESSORS / programs)
     splits = min(wanted, math.ceil(keys / (2 * block_keys)), _MOST_SPLITS)
     return AttentionPlan(block_lines=block_lines, block_keys=block_keys, splits=max(splits, 1), warps=4, stages=2)
 
@@ -100,11 +103,11 @@ def attend_tree(
     starts_BT: Tensor | None = None,
     plan: AttentionPlan | None = None,
 ) -> Tensor:
-    """Do what `polydraft.models.attention.tree_attention` does, at the cost of the text of the moment.
+    """Do what `polydraft.models.attention.tree_attention` does, at the cost of the current text.
 
-    Lengths are read in the kernel, so that a captured launch follows them; `max_length` changes how the work is cut up, not its
+    Lengths are read in the kernel, so a captured launch follows them; `max_length` changes how the work is split, not its
     amount. Slots past `lengths_B + U` are not read. A token that sees nothing gets zeros. The result is laid out as
-    `[B, T, H, C]`: the output projection's input is a view of it. `plan` are sizes other than those of `plan_attention`.
+    `[B, T, H, C]`, so that the output projection's input is a view of it. `plan` replaces the sizes of `plan_attention`.
     """
     from polydraft.backends.triton import layer_kernels as kernels
 

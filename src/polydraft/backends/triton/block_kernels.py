@@ -1,14 +1,14 @@
 """Triton kernels of the block walk with `hybrid`, behind `polydraft.backends.triton.verification`.
 
 They do what `polydraft.verify.contest` and `polydraft.verify.block` describe, at all nodes at once: `prepare`, `fill_cells`
-and `race` pick a child of every node, `measure` adds up what the target has in excess along each row's path, `finish` draws
-where it stops and what is emitted there. Probabilities are whole numbers, as in `polydraft.backends.triton.draw_kernels`.
+and `race` pick a child of every node, `measure` adds up the target's excess along each row's path, `finish` draws where it
+stops and what is emitted there. Probabilities are whole numbers, as in `polydraft.backends.triton.draw_kernels`.
 
-Where there is one child no race is needed: of such places the first cell holds the draft's total, `outside` the target's, and
-the first quotient is that of all tokens.
+A single child needs no race: at such a place the first cell holds the draft's total, `outside` the target's, and the first
+quotient applies to all tokens.
 
-A *place* is a node of a row, B · N of them. Of each place the kernels hand on `facts`: the number of children, how many of them
-are certain, which of the row's distributions they were drawn from, the fault, and whether it has children.
+A *place* is one of the B · N nodes. For each place the kernels pass on `facts`: the number of children that the draft knows,
+how many of them are certain, which of the row's distributions they were drawn from, the fault, and whether there are children.
 """
 
 import triton
@@ -21,9 +21,9 @@ FACTS = tl.constexpr(5)
 
 @triton.jit
 def _cells_of(target_C, distribution_C, scale, CELLS: tl.constexpr):
-    """Return the cell of each token: equal steps of p/(p + q), by operations that keep the order of q/p."""
+    """Return the cell of each token: equal steps of p/(p + q), by operations that preserve the order of q/p."""
     ratio_C = distribution_C.to(tl.float64) / tl.maximum(target_C, 1).to(tl.float64)
-    # Not left to the compiler: whether it rounds once or twice must be the same in every kernel.
+    # An explicit fma, so that every kernel rounds alike.
     size_C = tl.fma(ratio_C, tl.full([], 1 / CELLS, tl.float64) * scale, tl.full([], 1 / CELLS, tl.float64))
     cell_C = tl.minimum((1.0 / size_C).to(tl.int32), CELLS) - 1
     return tl.where(target_C > 0, tl.maximum(cell_C, 0), 0)
@@ -31,7 +31,7 @@ def _cells_of(target_C, distribution_C, scale, CELLS: tl.constexpr):
 
 @triton.jit
 def _columns_of(columns, token_C, real_C, PARTIAL: tl.constexpr):
-    """Return the draft's column of each token; -1 for tokens that it does not know."""
+    """Return the draft's column of each token; -1 for tokens that the draft does not know."""
     column_C = tl.where(real_C, token_C, -1).to(tl.int64)
     if PARTIAL:
         column_C = tl.load(columns + token_C, mask=real_C, other=-1)
@@ -44,7 +44,7 @@ def prepare(
     nodes, count, levels, size, width, distributions_row, distribution_rows_row, depths_row, tokens_row, table_row, table_node,
     THRESHOLD: tl.constexpr, PARTIAL: tl.constexpr, CELLS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Look up each place's children, count the certain ones, and empty its cells; grid [B · N]."""
+    """Look up each place's children, count the certain ones, and clear its cells; grid [B · N]."""
     place = tl.program_id(0).to(tl.int64)
     row, node = place // nodes, place % nodes
     rank_K = tl.arange(0, BLOCK_K)
@@ -94,7 +94,7 @@ def fill_cells(
     target, drafts, columns, cells, outside, known, facts, scales, count, size, width,
     PARTIAL: tl.constexpr, CELLS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add the tokens that may race to their cells, the draft's weights behind the target's; grid [B · N, blocks of tokens]."""
+    """Add the tokens that may race to their cells, target weights first, then draft weights; grid [B · N, blocks of tokens]."""
     place = tl.program_id(0).to(tl.int64)
     children = tl.load(facts + place * FACTS)
     if children == 0:
@@ -126,7 +126,7 @@ def _larger(one, other):
 
 @triton.jit
 def _share(part, whole):
-    """Divide, where a part is 0 wherever the whole is, or of no account there."""
+    """Divide; where the whole is 0, the part is 0 or unused."""
     return part / tl.maximum(whole, 1e-300)
 
 
@@ -148,8 +148,8 @@ def race(
 ):  # fmt: skip
     """Plan each place's race and run it; grid [B · N].
 
-    Writes the winner's node, p/r of it, the target's mass, and by cell the distribution of the selected child over the draft's
-    weight.
+    Writes the winner's node and its p/r, the target's mass, and for each cell the selected child's distribution divided by the
+    draft's weight.
     """
     place = tl.program_id(0).to(tl.int64)
     row, node = place // nodes, place % nodes
@@ -163,7 +163,7 @@ def race(
     column_K = tl.load(known + place * count + rank_K, mask=rank_K < count, other=-1)
     child_K = tl.load(table + row * table_row + node * table_node + rank_K, mask=rank_K < count, other=0)
     if children == 1:
-        # The only child wins, whatever the plan: its distribution is the draft's.
+        # The only child always wins: its distribution is the draft's.
         column, child = tl.max(column_K, 0), tl.max(tl.where(column_K >= 0, child_K, 0), 0)
         mass = tl.load(outside + place).to(tl.float64)
         quotient = tl.full([], 1.0, tl.float64) / tl.maximum(tl.load(cells + place * 2 * CELLS), 1).to(tl.float64)
@@ -196,11 +196,11 @@ def race(
         raised_C *= above_C
         lower_C *= below_C
     excess_C = raised_C - _share(tl.cumsum(target_C, 0).to(tl.float64), mass)
-    # Before the first cell nothing is exceeded.
+    # The excess before the first cell is 0.
     up_C = tl.maximum(tl.associative_scan(excess_C, 0, _larger), 0.0)
     hull_C = tl.minimum(up_C, tl.associative_scan(excess_C, 0, _larger, reverse=True))
     hull_before_C = tl.where(cell_C > 0, tl.gather(hull_C, tl.maximum(cell_C - 1, 0), 0), 0.0)
-    # At most n q: rounding must leave nothing to cells without draft mass.
+    # At most n q, so that rounding leaves nothing to cells without draft mass.
     selected_C = tl.minimum(tl.maximum(wanted_C + hull_C - hull_before_C, 0.0), own_C * racing)
     drift_C = selected_C - raised_C + lower_C
     gain_C = tl.maximum(drift_C, 0.0)
@@ -211,7 +211,7 @@ def race(
     quotient_C = left_C / tl.maximum(weight_C, 1).to(tl.float64)
     tl.store(quotients + place * CELLS + cell_C, quotient_C)
 
-    # Places, by two numbers per child.
+    # Places, by two random numbers per child.
     level = tl.minimum(tl.load(depths + row * depths_row + node), depth - 1)
     uniforms += row * uniform_row + level * numbers
     partner_K = tl.load(uniforms + 1 + 2 * rank_K, mask=rank_K < count, other=0.0)
@@ -243,7 +243,7 @@ def race(
     heir = tl.sum((running_K <= heir_mark).to(tl.int32), 0)
     winner = tl.where((number < keep) | (heir >= certain), winner, heir)
 
-    # Its node, and how far it may be believed.
+    # Its node, and p/r.
     column = tl.sum(tl.where(rank_K == winner, column_K, 0), 0)
     chance_K = tl.where(
         apart_K, _share(target_K.to(tl.float64), mass), tl.gather(quotient_C, cell_K, 0) * distribution_K.to(tl.float64)
@@ -259,7 +259,7 @@ def race(
 
 @triton.jit
 def _believed(weight, LEAST_WEIGHT: tl.constexpr):
-    """Whether a path may be believed enough to look further."""
+    """Whether a path has enough weight to look further."""
     return (weight >= LEAST_WEIGHT) & (weight > 0)
 
 
@@ -274,7 +274,7 @@ def _left_over(
     target, drafts, columns, known, facts, scales, quotients, masses, place, token_C, weight, going, count, size, width,
     PARTIAL: tl.constexpr, CELLS: tl.constexpr,
 ):  # fmt: skip
-    """Return (a p − r)₊ of some tokens at a place, where a path goes on there; at its end p itself."""
+    """Return (a p − r)₊ for some tokens at a place if the path goes on there; at its end, p itself."""
     real_C = token_C < size
     left_C = fixed(tl.load(target + place * size + token_C, mask=real_C, other=0.0))
     if going:
@@ -320,7 +320,7 @@ def measure(
 
 @triton.jit
 def _stop_chance(mass, weight):
-    """Return h = s/(s + 1 − a), 0 where there is nothing to emit and no way on."""
+    """Return h = s/(s + 1 − a); 0 if there is nothing to emit."""
     rest = mass + (1 - weight)
     return tl.where(rest != 0, mass / tl.where(rest != 0, rest, 1.0), 0.0)
 
@@ -349,7 +349,7 @@ def finish(
         child, ratio = tl.load(picks + place), tl.load(ratios + place)
         going = (arrived > 0) & (level < depth) & (child >= 0) & _believed(weight, LEAST_WEIGHT)
         left = tl.sum(tl.load(sums + level * blocks + block_M, mask=block_M < blocks, other=0), 0)
-        # At a path's end nothing is picked: the excess is all of a p.
+        # At a path's end nothing is picked, so the excess is all of a p.
         chance = _stop_chance(tl.where(going, left.to(tl.float64) / ONE, weight), weight)
         if (arrived > 0) & (level < depth):
             fault = tl.maximum(fault, tl.load(facts + place * FACTS + 3))
@@ -362,7 +362,7 @@ def finish(
         below_D = tl.where((depth_D == level) & (level < depth), node, below_D)
         arrived = going.to(tl.int32)
 
-    # Up again: the deepest is tried first.
+    # Up again: the deepest node is tried first.
     distribution_D, passed = tl.zeros([BLOCK_D], tl.float64), tl.full([], 1.0, tl.float64)
     for step in range(depth + 1):
         chance = tl.sum(tl.where(depth_D == depth - step, chance_D, 0.0), 0)
@@ -370,7 +370,7 @@ def finish(
         passed *= 1 - chance
     mark = tl.minimum(tl.load(uniforms), BELOW_ONE) * tl.sum(distribution_D, 0)
     beyond_D = (tl.cumsum(distribution_D, 0) > mark) & (distribution_D > 0)
-    last = tl.max(tl.where(distribution_D > 0, depth_D, -1), 0)  # where rounding leaves the mark at the very end
+    last = tl.max(tl.where(distribution_D > 0, depth_D, -1), 0)  # in case rounding puts the mark at the very end
     stop = tl.minimum(tl.min(tl.where(beyond_D, depth_D, BLOCK_D), 0), last)
     deep = tl.maximum(stop, 0)
 

@@ -1,8 +1,8 @@
-"""Compiling the kernels of a round in several threads, where a GPU meets them for the first time.
+"""Compiling a round's kernels in several threads, the first time on a GPU.
 
-A kernel is compiled when it is first launched, and a round launches some forty, one after the other: 16 seconds on a fast
-machine. Most of a compiler's work needs no Python, so threads that launch later kernels on made-up values shorten that. Kernels
-that they miss, because a round launches them in another form, are compiled in the round as ever. See
+A kernel is compiled when it is first launched, and a round launches about forty of them, one after the other: 16 seconds on a
+fast machine. Most of the compiler's work needs no Python, so threads that launch later kernels on made-up values save time.
+Kernels that they miss, because a round launches them in another form, are compiled in the round as usual. See
 docs/decisions/045-kernels-compile-in-threads.md.
 """
 
@@ -24,7 +24,7 @@ from polydraft.verify import Walk
 
 _LOGGER = logging.getLogger("polydraft")
 _MOST_SLOTS = 4096
-"""Slots of a cache that exists only to compile: what large batches reserve may be all the memory there is."""
+"""Most slots of a cache used only for compiling: large batches may reserve nearly all memory for their own."""
 
 
 def _supports(state: State, walk: Walk) -> bool:
@@ -34,10 +34,11 @@ def _supports(state: State, walk: Walk) -> bool:
 @implements(compiling_ahead, "triton", supports=_supports)
 @contextmanager
 def _in_threads(state: State, walk: Walk) -> Iterator[None]:
-    """Let threads compile while a batch's first round does.
+    """Let threads compile while a batch's first round runs.
 
-    They work in the order of the round's stream, so that whatever one of them makes for all is there for all, and write to
-    nothing that the round reads. It waits for them at the end: the next round is captured, and nobody else may work then.
+    They use the round's stream, so that tensors which one of them creates and others share are ready in time, and do not write
+    to anything that the round reads. The context waits for them at its end: the next round is captured, and no other thread may
+    launch anything then.
     """
     device, threads = state.target.device, list[threading.Thread]()
     stream = torch.cuda.current_stream(device) if captures(device) else None
@@ -52,18 +53,18 @@ def _in_threads(state: State, walk: Walk) -> Iterator[None]:
 
 
 def _quietly(work: Callable[[State, Walk], None], state: State, walk: Walk, stream: torch.cuda.Stream | None) -> None:
-    """Do some work; what goes wrong here goes wrong in the round as well, and is told there."""
+    """Do some work and ignore errors: the round runs into them as well, and reports them."""
     try:
-        with torch.inference_mode(), torch.cuda.stream(stream):  # both are a thread's own; without a stream nothing changes
+        with torch.inference_mode(), torch.cuda.stream(stream):  # both are per thread; a stream of None changes nothing
             work(state, walk)
     except Exception as error:
         _LOGGER.debug("compiling ahead failed: %s", error)
 
 
 def _pass_through_target(state: State, walk: Walk) -> None:
-    """Pass a tree through the target, in a memory of its own, where kernels of ours are its layers.
+    """Pass a tree through the target with a separate cache, if our kernels run its layers.
 
-    Torch's layers need no compiling, and set switches of the whole process.
+    Torch's layers need no compiling, and change settings of the whole process.
     """
     target, session, rows = state.target, state.session, len(state.tail_B2)
     if not isinstance(target, HFModel) or target.fast is None:
@@ -81,7 +82,7 @@ def _pass_through_target(state: State, walk: Walk) -> None:
 
 
 def _draw_and_verify(state: State, walk: Walk) -> None:
-    """Build a tree of no meaning, and verify it."""
+    """Build a made-up tree and verify it."""
     target, session = state.target, state.session
     assert isinstance(target, HFModel)
     tree = session.made_up(target.dtype)

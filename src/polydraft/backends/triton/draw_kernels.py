@@ -1,12 +1,11 @@
-"""Triton kernels that draw children and write them into a tree, behind `drawing`. Imported only where Triton is there.
+"""Triton kernels that draw children and write them into a tree; launched by `drawing`. Imported only if Triton is installed.
 
 `soften` turns logits into probabilities, `rank_blocks` and `draw_children` draw the children of `hybrid`, and `plant_columns`
-writes them into their nodes; `rank_parts` and `plant_largest` do without drawing for the likeliest ones. Columns of the draft's
-distributions become tokens on the way, through a table where the draft knows a part of them.
+writes them into their nodes; `rank_parts` and `plant_largest` write the likeliest tokens without drawing. Columns of the
+draft's distributions become tokens on the way, through a table if the draft knows only some tokens.
 
-To draw, probabilities become whole numbers of 2**-48: their sums are exact, in any order and on any device, so that drawing and
-verification agree to the bit on what a distribution's total is, and a number below the total always falls on a token that has
-weight.
+For drawing, probabilities become whole multiples of 2**-48: their sums are exact in any order and on any device, so drawing and
+verification agree to the bit on a distribution's total, and a number below the total always falls on a token with weight.
 """
 
 import triton
@@ -15,7 +14,7 @@ import triton.language as tl
 from polydraft.backends.triton.keys import LAST, NO_KEY, keys_of, number_of
 
 ONE = tl.constexpr(2.0**48)
-"""A probability of 1. Rounding to parts of it moves less than 1e-10 of the mass of 50,000 tokens; totals may be 2**14."""
+"""A probability of 1. Rounding to its parts moves less than 1e-10 of the mass of 50,000 tokens; totals may reach 2**14."""
 BELOW_ONE = tl.constexpr(1 - 2.0**-53)
 
 
@@ -28,7 +27,7 @@ def _scores(logits, column_C, columns, temperature, TEMPERED: tl.constexpr):
 
 @triton.jit
 def _begin(logits, temperatures, place, nodes, logits_row, logits_node, TEMPERED: tl.constexpr):
-    """Return where a node's logits are, and its temperature."""
+    """Return the address of a node's logits, and its temperature."""
     row = place // nodes
     temperature = 1.0
     if TEMPERED:
@@ -40,7 +39,7 @@ def _begin(logits, temperatures, place, nodes, logits_row, logits_node, TEMPERED
 def soften(
     logits, temperatures, probs, nodes, columns, logits_row, logits_node, TEMPERED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Take the softmax of each node's logits, all of which a program can hold; grid [B · G]."""
+    """Take the softmax of each node's logits, if a program can hold them all; grid [B · G]."""
     place = tl.program_id(0).to(tl.int64)
     logits, temperature = _begin(logits, temperatures, place, nodes, logits_row, logits_node, TEMPERED)
     column_C = tl.arange(0, BLOCK)
@@ -53,7 +52,7 @@ def soften(
 def weigh_parts(
     logits, temperatures, peaks, sums, nodes, columns, logits_row, logits_node, TEMPERED: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Find the peak of each part of a node's logits, and the sum of weights below it; grid [B · G, parts]."""
+    """Find the peak of each part of a node's logits, and the sum of weights relative to it; grid [B · G, parts]."""
     place = tl.program_id(0).to(tl.int64)
     logits, temperature = _begin(logits, temperatures, place, nodes, logits_row, logits_node, TEMPERED)
     score_C = _scores(logits, tl.program_id(1) * BLOCK + tl.arange(0, BLOCK), columns, temperature, TEMPERED)
@@ -90,7 +89,7 @@ def fixed(probs):
 
 @triton.jit
 def count_certain(weight_K, more_K, total, count, THRESHOLD: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Count how many of the first weights pass the threshold one after the other, where something is left after them."""
+    """Count how many of the first weights pass the threshold in a row and leave something after them."""
     rank_K = tl.arange(0, BLOCK_K)
     left_K = count - rank_K
     rest_K = total - tl.cumsum(weight_K, 0) + weight_K
@@ -101,9 +100,9 @@ def count_certain(weight_K, more_K, total, count, THRESHOLD: tl.constexpr, BLOCK
 
 @triton.jit(do_not_specialize=["columns", "blocks", "count"])
 def rank_blocks(distribution, sums, keys, columns, blocks, count, distribution_row, TILES: tl.constexpr, BLOCK: tl.constexpr):
-    """Add up blocks of each distribution and find the `count` largest of several blocks; grid [R, blocks / TILES].
+    """Add up blocks of each distribution, and find the `count` largest entries of several blocks; grid [R, blocks / TILES].
 
-    A key is a probability's bits, which are in the order of the numbers, above a column's, smaller ones first.
+    A key has a probability's bits, which sort like the numbers, above a column's, with smaller columns first.
     """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column_C = part * (TILES * BLOCK) + tl.arange(0, TILES * BLOCK)
@@ -144,7 +143,7 @@ def draw_children(
         weight_K = _weight(key_K)
         certain = count_certain(weight_K, _weight(next_K) > 0, tl.sum(sum_M, 0), count, THRESHOLD, BLOCK_K)
         column_K = tl.where(rank_K < certain, -(key_K & LAST).to(tl.int32) + LAST, -1)
-        # Whole numbers: of a block of certain tokens alone nothing is left.
+        # Exact, because these are whole numbers: a block with only certain tokens has nothing left.
         inside_KM = (column_K[:, None] // BLOCK == block_M[None, :]) & (column_K >= 0)[:, None]
         sum_M -= tl.sum(tl.where(inside_KM, weight_K[:, None], 0), 0)
     rest = tl.sum(sum_M, 0)
@@ -159,7 +158,7 @@ def draw_children(
         real_KC &= column_KC != tl.sum(tl.where(rank_K == rank, column_K, 0), 0)
     weight_KC = fixed(tl.load(distribution + row * distribution_row + column_KC, mask=real_KC, other=0.0))
     within_K = tl.sum((tl.cumsum(weight_KC, 1) <= mark_K[:, None]).to(tl.int32), 1)
-    # Only a distribution that is not a number leads beyond its columns.
+    # Only a NaN distribution leads beyond its columns.
     drawn_K = tl.minimum(block_K * BLOCK + within_K, columns - 1)
     child_K = tl.where(rank_K < certain, column_K, tl.where(rest > 0, drawn_K, -1))
     tl.store(children + row * count + rank_K, child_K.to(tl.int64), mask=rank_K < count)
@@ -167,13 +166,13 @@ def draw_children(
 
 @triton.jit
 def _weight(key_K):
-    """Return the weights that keys stand for, 0 for none."""
+    """Return the weights of keys; 0 for no key."""
     return fixed((tl.maximum(key_K, 0) >> 32).to(tl.int32).to(tl.float32, bitcast=True))
 
 
 @triton.jit
 def tokens_of(vocabulary, column_X, real_X, PARTIAL: tl.constexpr):
-    """Return the tokens of some columns; -1 for those that are not real."""
+    """Return the tokens of some columns; -1 for columns that are not real."""
     token_X = column_X.to(tl.int64)
     if PARTIAL:
         token_X = tl.load(vocabulary + column_X, mask=real_X, other=-1)
@@ -200,10 +199,10 @@ def plant_largest(
     keys, nodes, vocabulary, tokens, distributions, parts, count, tokens_row,
     NATS: tl.constexpr, PARTIAL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """Write the largest of all parts into their nodes, largest first; grid [R].
+    """Write the largest logits of all parts into their nodes, largest first; grid [R].
 
-    Those that are not less than `NATS` below the largest are no children, and so are all where that is not finite: infinity
-    does not exceed itself, and no comparison holds for what is not a number.
+    Logits `NATS` or more below the largest give no children. If the largest is not finite, there are none at all: infinity does
+    not exceed itself, and comparisons with NaN are false.
     """
     place = tl.program_id(0).to(tl.int64)
     row, distribution = place // distributions, place % distributions
@@ -225,7 +224,7 @@ def plant_largest(
 def plant_columns(
     columns, nodes, vocabulary, tokens, count, columns_row, tokens_row, PARTIAL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """Write columns into their nodes, of which 0 is none; grid [B, blocks of columns]."""
+    """Write columns into their nodes; node 0 means none; grid [B, blocks of columns]."""
     row, place_X = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     column_X = tl.load(columns + row * columns_row + place_X, mask=place_X < count, other=-1)
     node_X = tl.load(nodes + place_X, mask=place_X < count, other=0)

@@ -1,8 +1,7 @@
-"""From a draft's logits to children in the nodes of a tree, on a GPU: one or two kernels a step.
+"""From a draft's logits to children in the nodes of a tree, on a GPU: one or two kernels per step.
 
-Torch converts, divides and normalises one after the other, takes five small kernels to put drawn columns into their nodes, and
-two dozen to find the likeliest tokens: each does next to nothing, and between the passes of a small draft they take as long as
-these.
+Torch takes separate kernels to convert, divide and normalise, five small ones to put drawn columns into their nodes, and two
+dozen to find the likeliest tokens. Each does next to nothing, but together they take as long as the passes of a small draft.
 """
 
 import torch
@@ -16,13 +15,13 @@ from polydraft.sampling.warper import RANKED_NATS, softened
 from polydraft.verify.hybrid import draw_hybrid
 
 _MOST_AT_ONCE, _SOFTENED = 2**16, 2**13
-"""Columns that one program softens at once, and those of a part where there are more."""
+"""Most columns that one program softens at once, and columns of a part if there are more."""
 _SUMMED, _TILES = 256, 8
-"""Columns of a block that has a sum of its own, and blocks that one program looks at."""
+"""Columns per block, each with its own sum, and blocks per program."""
 _MOST_DRAWN = 16
-"""Children of one node; with more, the tables of a program that draws them would become too large."""
+"""Most children of a node for the kernel that draws them, whose tables would otherwise be too large."""
 MOST_CHILDREN = 32
-"""Of one node, for kernels that look for its children one after the other."""
+"""Most children of a node for kernels that look for them one by one."""
 _RANKED = 2048
 _LEAST_KEYS, _KEYS_PER_WARP = 64, 256
 _PLANTED = 128
@@ -30,7 +29,7 @@ _PLANTED = 128
 
 @implements(softened, "triton", supports=runs_on_tensors)
 def _soften(logits_BGV: Tensor, temperature_B: Tensor | None) -> Tensor:
-    """Return the softmax of logits over each row's temperature, in float32; what is not a number spreads over its node."""
+    """Return the softmax of logits over each row's temperature, in float32; a NaN makes its whole node NaN."""
     from polydraft.backends.triton import draw_kernels as kernels
 
     batch, nodes, columns = logits_BGV.shape
@@ -110,7 +109,7 @@ def _plant_largest(
     kernels.plant_largest[(rows,)](
         keys_RX, nodes_GK, *_written(vocabulary, tokens_BN), distributions, parts, count, tokens_BN.stride(0),
         NATS=RANKED_NATS, PARTIAL=vocabulary is not None, BLOCK_K=power_of_two(count, LEAST_CHILDREN), BLOCK_X=keys,
-        num_warps=min(max(keys // _KEYS_PER_WARP, 1), 8),  # one warp needs no shared memory to find its largest key
+        num_warps=min(max(keys // _KEYS_PER_WARP, 1), 8),  # a single warp needs no shared memory to find the largest key
     )  # fmt: skip
 
 
@@ -127,6 +126,6 @@ def _plant_columns(columns_BX: Tensor, nodes_GK: Tensor, tokens_BN: Tensor, voca
 
 
 def _written(vocabulary: PartialVocabulary | None, tokens_BN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the tokens of the columns, anything where all are known, and what is written to."""
-    assert tokens_BN.stride(1) == 1, "a tree's tokens lie side by side"
+    """Return the tokens of the columns (a dummy if the vocabulary is whole), and the tensor to write to."""
+    assert tokens_BN.stride(1) == 1, "a tree's tokens must be adjacent"
     return tokens_BN if vocabulary is None else vocabulary.tokens_D.contiguous(), tokens_BN

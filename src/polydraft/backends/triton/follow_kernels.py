@@ -1,10 +1,10 @@
-"""Triton kernels of verification at temperature 0, and of every round's outcome. Imported only where Triton is there.
+"""Triton kernels for verification at temperature 0, and for every round's outcome. Imported only if Triton is installed.
 
-`largest_of_parts` finds the largest logit of each part of the vocabulary, `follow` that of each node, and where they lead;
-`conclude` packs what a round brought, see `polydraft.engine.outcome`.
+`largest_of_parts` finds the largest logit of each part of the vocabulary; `follow` finds the largest of each node, and follows
+these tokens; `conclude` packs a round's outcome, see `polydraft.engine.outcome`.
 
-A *key* is a whole number that is larger for a larger logit and, of equal ones, for the smaller token: a logit's place in the
-order of floating-point numbers, from 0 on, above a token's distance from the largest possible one.
+A *key* is a whole number that is larger for a larger logit and, for equal logits, for the smaller token: a logit's place in the
+order of floating-point numbers, from 0 on, above the token's distance from the largest possible one.
 """
 
 import triton
@@ -21,18 +21,18 @@ _NO_WAY = tl.constexpr(2**62)
 _NODE_BITS = tl.constexpr(32)
 _LOW_BITS = tl.constexpr(2**32 - 1)
 _NUMBERS = tl.constexpr(6)
-"""Of `RowOutcome`, beside tokens."""
+"""Fields of `RowOutcome` after `tokens`."""
 
 
 @triton.jit
 def _keys_of(logits_C, token_C):
-    """Return the keys of some logits; what is not a number has the largest."""
+    """Return the keys of some logits; NaN has the largest."""
     return ((in_order(logits_C).to(tl.int64) + _HALF) << _TOKEN_BITS) | (-token_C + LAST).to(tl.int64)
 
 
 @triton.jit
 def _token_of(key_N):
-    """Return the tokens that keys stand for; -1 where the logit is infinite or not a number."""
+    """Return the tokens of keys; -1 if the logit is infinite or NaN."""
     score_N = key_N >> _TOKEN_BITS
     token_N = -(key_N & LAST) + LAST
     return tl.where((score_N > _MINUS_INFINITY) & (score_N < _INFINITY), token_N, -1)
@@ -44,7 +44,7 @@ def largest_of_parts(logits, keys, nodes, size, logits_row, logits_node, BLOCK: 
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     logits += (place // nodes) * logits_row + (place % nodes) * logits_node
     token_C = part * BLOCK + tl.arange(0, BLOCK)
-    # Of a part's end, minus infinity: real tokens that have it are smaller.
+    # Minus infinity past the end: if real tokens have it too, they have smaller ids and win.
     logits_C = tl.load(logits + token_C, mask=token_C < size, other=float("-inf")).to(tl.float32)
     tl.store(keys + place * tl.num_programs(1) + part, tl.max(_keys_of(logits_C, token_C), 0))
 
@@ -53,9 +53,9 @@ def largest_of_parts(logits, keys, nodes, size, logits_row, logits_node, BLOCK: 
 def _ways(
     way_N, offered_N, table, tokens, token_N, nodes, count, earlier, table_node, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr
 ):
-    """Look among the children of every node for its token; the first that has it makes the smallest way.
+    """Search the children of every node for its token; the first match makes the smallest way.
 
-    A *way* is a child's rank above its node.
+    A *way* is a child's rank in the high bits and its node in the low bits.
     """
     node_N, rank_K = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
     for start in range(0, count, BLOCK_K):
@@ -82,7 +82,7 @@ def follow(
     KEYED: tl.constexpr, EXTRA: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
-    """Write the verdict on the tokens that all nodes emit: as they are given, or by their keys; grid [B]."""
+    """Write the verdict on the tokens that all nodes emit, given directly or as keys; grid [B]."""
     row = tl.program_id(0).to(tl.int64)
     node_N, depth_D = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
     given += row * given_row
@@ -108,7 +108,7 @@ def follow(
         )
     goes_N = way_N != _NO_WAY
     next_N = tl.where(goes_N, way_N & _LOW_BITS, node_N.to(tl.int64))
-    # One number per node, so that a step looks up one: where it leads, if it goes on, if it has candidates, its token.
+    # Pack the next node, whether the path goes on, whether there are candidates, and the token into one number per node.
     fact_N = (((next_N << 1) | goes_N.to(tl.int64)) << 1) | offered_N
     fact_N = (fact_N << _NODE_BITS) | (token_N + 1)
 
@@ -143,13 +143,13 @@ def conclude(
     nodes, candidates, count, depth, paths_row, emitted_row, tokens_row, depths_row, table_row, table_node,
     BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Pack what a round brought, count what is kept, and move the last two tokens on; grid [B]."""
+    """Pack a round's outcome, count what each row keeps, and update its last two tokens; grid [B]."""
     row = tl.program_id(0).to(tl.int64)
     emitted, tokens, table = emitted + row * emitted_row, tokens + row * tokens_row, table + row * table_row
     passed = tl.load(accepted + row)
     tl.store(kept + row, tl.where(tl.load(active + row) != 0, passed + 1, 0))
 
-    # The root may be a view of the last token: it is not read here.
+    # The root is not read here, because it may be a view of the last token.
     drafted_X, longest_X = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     for start in range(0, candidates, BLOCK):
         node_X = start + tl.arange(0, BLOCK)

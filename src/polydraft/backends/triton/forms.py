@@ -1,4 +1,4 @@
-"""All forms of operations that Triton runs: importing them registers them; Triton itself is imported where one runs."""
+"""Imports all forms of operations in Triton, which registers them; Triton itself is imported when one runs."""
 
 from polydraft.backends.triton import attention, compiling, drawing, growth, head, layers, slots, verification
 

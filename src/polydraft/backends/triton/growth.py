@@ -1,7 +1,7 @@
-"""Growing dynamic trees at temperature 0 in a few kernels: two per level, and two that make the tree.
+"""Growing dynamic trees at temperature 0 in a few kernels: two per level, and two for the tree.
 
-Torch's operations take dozens of small kernels per level and a hundred for the tree: together they take longer than the passes
-of a small draft.
+Torch takes dozens of small kernels per level and a hundred for the tree, which together take longer than the passes of a small
+draft.
 """
 
 from dataclasses import dataclass
@@ -19,29 +19,29 @@ from polydraft.operations import implements
 from polydraft.trees import Block, DraftTree, DynamicShape
 
 _LANES, _WARPS = 32, 8
-"""Of a warp; of the programs that look at logits."""
+"""Lanes of a warp, and warps of the programs that read logits."""
 _STRIP, _LONGEST, _ENOUGH = 256, 1024, 16
-"""Columns of the logits that one warp looks at, more where a node would have more programs than enough, up to the longest."""
+"""Columns of the logits per warp: the usual number, and the largest, which is used if a node has more than enough programs."""
 _MOST_SORTED = 16
-"""Children up to which each strip has its own largest; of more those of all strips would be too many to compare."""
+"""Most children for which each strip finds its own largest; for more, there would be too many to compare."""
 _MOST_KEYS, _MOST_ENTRIES = 2**14, 2**13
-"""Of all nodes of a level, which one program merges; of one of them, for whose places keys have room."""
+"""Most keys of a level, which one program merges, and of one node, for whose places keys have bits."""
 _MOST_CHILDREN = 256
-"""Of a level, before the best are kept: each is compared with each."""
+"""Most children of a level before the best are kept: each is compared with each."""
 _MOST_CANDIDATES, _MOST_NODES = 4096, 1024
 _TILE = 2**14
-"""Comparisons that a program makes in one go."""
+"""Most comparisons that a program makes at once."""
 _NODES, _ENTRIES = 16, 1024
-"""Of a tree, whose tables one program writes; of the table of children, which it empties in one go."""
+"""Nodes whose tables one program writes, and entries of the table of children cleared at once."""
 _LEAST = 16
-"""Smaller trees share the kernels of these."""
+"""Smaller trees use the kernels compiled for this many nodes."""
 _SHARE = 512
-"""Candidates of a warp: one that is alone waits for nobody."""
+"""Candidates per warp; a single warp need not wait for others."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """The logits of a node: `parts`, one a program, of some `strips` each, which the lanes of a warp go through in `steps`."""
+    """How a node's logits are split: `parts`, one per program, of `strips` each, which a warp's lanes go through in `steps`."""
 
     parts: int
     strips: int
@@ -49,7 +49,7 @@ class Cut:
 
     @classmethod
     def of(cls, columns: int, count: int) -> "Cut":
-        """Return how programs share the logits of a node that gets `count` children."""
+        """Return the split for a node that gets `count` children."""
         size = _WARPS * _STRIP
         while size < _WARPS * _LONGEST and columns > _ENOUGH * size:
             size *= 2
@@ -58,7 +58,7 @@ class Cut:
 
 
 class Layout:
-    """Where the candidates of all levels stand; all that captures read is made once.
+    """Where the candidates of all levels are stored; tensors that captures read are created once.
 
     Parameters
     ----------
@@ -66,7 +66,7 @@ class Layout:
     passes : Passes
         The draft's.
     count : int
-        Children of a node before the best of all are kept.
+        Children per node, before the best of a level are kept.
     device : torch.device
     """
 
@@ -77,17 +77,17 @@ class Layout:
             rooms.append(min(shape.nodes - 1, widths[-1] * count))
             widths.append(min(shape.beam, rooms[-1]))
         self.widths, self.rooms = tuple(widths), tuple(rooms)
-        """Nodes of each level that get children, the root's first, and candidates below them."""
+        """Number of nodes of each level that get children, beginning with the root's, and of candidates below them."""
         self.starts = tuple(accumulate(rooms, initial=0))
-        """Where the candidates of each level begin among all of them."""
+        """Where each level's candidates begin among all of them."""
         firsts = accumulate(widths[:-1], initial=passes.lead)
         self.starts_X, self.firsts_X = torch.tensor([self.starts, tuple(firsts)], device=device)
-        """These places on the device, and where the passes over each depth begin."""
+        """`starts` on the device, and the place where the pass over each depth begins."""
         depths_L1 = torch.arange(passes.lead, passes.lead + shape.depth, device=device)[:, None]
         self.depths_LW = depths_L1.repeat(1, max(widths))
 
     def fits(self, columns: int) -> bool:
-        """Whether programs have room for all of it."""
+        """Whether all tables fit into the kernels' programs."""
         widest = power_of_two(max(self.widths[:-1]))
         entries = power_of_two(Cut.of(columns, self.count).parts * self.count)
         small = entries <= _MOST_ENTRIES and widest * entries <= _MOST_KEYS
@@ -104,7 +104,7 @@ def _layout_of(shape: DynamicShape, passes: Passes, distributions: DraftDistribu
 
 
 def _columns(distributions: DraftDistributions, logits_BWV: Tensor) -> int:
-    """Return how many columns of the logits count: those beyond the target's vocabulary are padding."""
+    """Return how many columns of the logits are real; columns beyond the target's vocabulary are padding."""
     return min(logits_BWV.shape[-1], distributions.num_columns)
 
 
@@ -125,7 +125,7 @@ def grow(
     logits_B1V: Tensor,
     expand: Expand,
 ) -> Grown:
-    """Grow the trees of a round; of equal scores the first stands first."""
+    """Grow the trees of a round; equal scores stay in order."""
     growing = _Growing(_layout_of(shape, passes, distributions, root_B.device), distributions, len(root_B))
     growing.grow(logits_B1V)
     for _ in range(1, shape.depth):
@@ -134,7 +134,7 @@ def grow(
 
 
 class _Growing:
-    """The trees of one round; as `polydraft.draft.growth.Growing`."""
+    """The trees of one round, like `polydraft.draft.growth.Growing`."""
 
     def __init__(self, layout: Layout, distributions: DraftDistributions, rows: int) -> None:
         temperature_B = distributions.temperature_B
@@ -144,10 +144,10 @@ class _Growing:
         self._facts_3BC = torch.empty(3, *size, dtype=torch.long, device=temperature_B.device)
         self._scores_BC = temperature_B.new_empty(size)
         self._visible_BWU = temperature_B.new_empty(rows, 1, 0, dtype=torch.uint8)
-        """What the last front sees; the root sees all before it."""
+        """What the last front sees; empty at first, because the root sees all before it."""
 
     def grow(self, logits_BWV: Tensor) -> None:
-        """Take the likeliest children of the last front's nodes, the root at first."""
+        """Take the likeliest children of the last front's nodes, or of the root at first."""
         from polydraft.backends.triton import growth_kernels as kernels
 
         layout, level, (batch, width) = self._layout, self._level, logits_BWV.shape[:2]
@@ -165,7 +165,7 @@ class _Growing:
         seen, front = self._seen, layout.widths[level + 1] if level + 1 < layout.shape.depth else 0
         visible_BWU, vocabulary = self._visible_BWU.new_empty(batch, front, seen + front), self._distributions.vocabulary
         block_nodes, block_front, block_seen = (power_of_two(size) for size in (width, max(layout.widths), layout.passes.most))
-        # A warp for each node, and no more, unless tables become too large for the threads.
+        # One warp per node, unless the tables are too large for so few threads.
         share = max((block_nodes * block_children) ** 2 // 2048, block_front * block_seen // 1024)
         kernels.grow_level[(batch,)](
             keys_RX, *tops_2RX, self._temperature_B,
@@ -180,11 +180,11 @@ class _Growing:
 
     @property
     def _seen(self) -> int:
-        """Places down to the nodes that get children now."""
+        """Number of places down to the nodes that get children now."""
         return self._layout.passes.lead + sum(self._layout.widths[: self._level + 1])
 
     def front(self) -> tuple[Tensor, Tensor, Block]:
-        """Return the best of the last level's candidates, and what they see in their pass."""
+        """Return tokens and parents of the last level's best candidates, and their block."""
         layout, level = self._layout, self._level
         width, start = layout.widths[level], layout.starts[level - 1]
         tokens_BW, parents_BW, _ = self._facts_3BC[:, :, start : start + width].unbind()
@@ -192,7 +192,7 @@ class _Growing:
         return tokens_BW, parents_BW, Block(self._seen - width, depths_BW, self._visible_BWU.view(torch.bool), levels=(width,))
 
     def tree(self, root_B: Tensor) -> Grown:
-        """Make the tree of the best candidates."""
+        """Make a tree of the best candidates."""
         from polydraft.backends.triton import growth_kernels as kernels
 
         layout, (batch, total), depth = self._layout, self._scores_BC.shape, self._layout.shape.depth

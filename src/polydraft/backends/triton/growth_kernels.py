@@ -1,11 +1,10 @@
-"""Triton kernels of dynamic trees at temperature 0; launched by `growth`. Imported only where Triton is there.
+"""Triton kernels for dynamic trees at temperature 0; launched by `growth`. Imported only if Triton is installed.
 
 `rank_and_sum` finds the likeliest tokens of each part of the vocabulary, `grow_level` the candidates of a level and which of
-them go on, `choose_candidates` those of all levels that make the tree, `plant_chosen` writes its tables.
+them get children, `choose_candidates` the candidates of all levels that make the tree; `plant_chosen` writes its tables.
 
-Candidates of all levels stand side by side, level by level, the best of a level first: so the front of a level is its
-beginning. Of each, a table of facts has the token, the number of its parent in the front above, and how many of that one's
-children come before it.
+Candidates are stored level by level, the best of a level first, so the front of a level is its beginning. For each candidate, a
+table of facts has its token, its parent's index in the front above, and how many of the parent's children come before it.
 """
 
 import triton
@@ -15,16 +14,16 @@ from polydraft.backends.triton.draw_kernels import tokens_of
 from polydraft.backends.triton.keys import LAST, NO_KEY, as_number, in_order, keys_of, number_of
 
 _PLACES = tl.constexpr(2**13 - 1)
-"""Bits that are alike in all half-precision numbers of one sign once they are float32: there is room for a place."""
+"""Low bits that are the same in all half-precision numbers of one sign once they are float32, so they can hold a place."""
 _NOTHING = tl.constexpr(-(2**31))
-"""As `NO_KEY`, of 32 bits."""
+"""`NO_KEY` in 32 bits."""
 
 
 @triton.jit
 def _with_places(order_X, place_X, NARROW: tl.constexpr):
-    """Return keys in the order of numbers, of equal ones the first place first: of 32 bits for numbers of half precision.
+    """Return keys that sort like the numbers, equal ones by place, first place largest; in 32 bits for half precision.
 
-    A warp finds the largest of those by one instruction.
+    A warp finds the largest 32-bit key with one instruction.
     """
     if NARROW:
         key_X = (order_X & ~_PLACES) | (-place_X + _PLACES)
@@ -35,16 +34,16 @@ def _with_places(order_X, place_X, NARROW: tl.constexpr):
 
 @triton.jit
 def _order_in(key_X, NARROW: tl.constexpr):
-    """Return the places of keys' numbers in the order of numbers."""
+    """Return the numbers in keys, as whole numbers in their order."""
     return tl.where(key_X < 0, key_X | _PLACES, key_X & ~_PLACES) if NARROW else (key_X >> 32).to(tl.int32)
 
 
 @triton.jit
 def _largest(key_SEL, count, none, BLOCK_K: tl.constexpr):
-    """Return the `count` largest keys of each strip S, largest first, and `none` after them.
+    """Return the `count` largest keys of each strip S, largest first, padded with `none`.
 
-    L is the lanes of a warp. Where there are as many warps as strips each has its own, and none waits for another: the compiler
-    spreads the first axis over warps and keeps the second in registers, as long as threads load single numbers.
+    L is the lanes of a warp. If there are as many warps as strips, each warp has its own strip and none waits for another: the
+    compiler spreads the first axis over warps and keeps the second in registers, as long as threads load single numbers.
     """
     rank_K, best_S = tl.arange(0, BLOCK_K), tl.max(tl.max(key_SEL, 1), 1)
     key_SK = tl.where(rank_K[None, :] == 0, best_S[:, None], none)
@@ -55,15 +54,15 @@ def _largest(key_SEL, count, none, BLOCK_K: tl.constexpr):
     return key_SK
 
 
-# Specialised, a row's length would let a thread load several numbers side by side: a warp would have pieces of many strips.
+# If a row's length were specialised, threads would load several adjacent numbers, and a warp would have pieces of many strips.
 @triton.jit(do_not_specialize=["columns", "count", "nodes", "logits_row", "tops_part"])
 def rank_and_sum(
     logits, temperatures, keys, tops, columns, count, nodes, logits_row, tops_part,
     NARROW: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """Find the `count` largest logits of each part of a node's, and add up the weights of its strips; grid [B · nodes, parts].
+    """Find the `count` largest of each part of a node's logits, and add up the weights of its strips; grid [B · nodes, parts].
 
-    A weight is the exponential of what a logit lacks to the top, the largest of its strip; sums are written after all tops.
+    A weight is the exponential of a logit minus its strip's top, the largest; sums are written after all tops.
     """
     place, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     strip_S, lane_L = tl.arange(0, BLOCK_S), tl.arange(0, 32)
@@ -84,7 +83,7 @@ def rank_and_sum(
 
     key_SK, rank_1X = _largest(key_SEL, count, none, BLOCK_K), tl.arange(0, BLOCK_S * BLOCK_K)[None, :]
     if BLOCK_S > 1:
-        # How many are better is where a key goes. What is none is below all numbers, but each has a rank of its own.
+        # A key's place is the number of better ones. Missing keys are below all numbers, but made distinct to have ranks.
         own_SK = strip_S[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :]
         key_SK = tl.where(key_SK == none, none + own_SK, key_SK)
     key_X = tl.reshape(key_SK, [BLOCK_S * BLOCK_K])
@@ -109,13 +108,12 @@ def grow_level(
 ):  # fmt: skip
     """Write the `room` best children of `width` nodes, and what the `front` best of them see; grid [B].
 
-    Nodes without a distribution, whose largest logit is not finite, have no children. Of each node there are as many keys as
-    `entries`, and `strips` of its logits.
+    Nodes whose largest logit is not finite have no children. Each node has `entries` keys, and `strips` of logits.
     """
     row = tl.program_id(0).to(tl.int64)
     node_W, rank_K, lane_L = tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_K), tl.arange(0, 32)
     real_W = node_W < width
-    # What can be loaded at once is: each wait for memory takes as long as all the rest. A warp has a node, as in `_largest`.
+    # All loads come first: each wait for memory takes as long as everything else. Each warp has a node, as in `_largest`.
     temperature = tl.load(temperatures + row)
     parent_W = tl.load(scores + row * total + earlier + node_W, mask=real_W & (level > 0), other=0.0)
     strip_1SL = tl.arange(0, BLOCK_S)[None, :, None] * 32 + lane_L[None, None, :]
@@ -128,7 +126,7 @@ def grow_level(
     real_WEL = real_W[:, None, None] & (entry_1EL < entries)
     found_WEL = tl.load(keys + first_W[:, None, None] + entry_1EL, mask=real_WEL, other=NO_KEY)
     order_WEL = (found_WEL >> 32).to(tl.int32)
-    # Equal numbers of different parts stand in the order of their columns, so an entry's place may be its key's.
+    # Equal numbers of different parts come in the order of their columns, so an entry's place can serve as its key's.
     key_WEL = _with_places(order_WEL, entry_1EL, NARROW)
     none = tl.full([], _NOTHING if NARROW else NO_KEY, key_WEL.dtype)
     best_WK = _largest(key_WEL, count, none, BLOCK_K)
@@ -144,17 +142,17 @@ def grow_level(
     number_WK = number_of(key_WK)
     chance_WK = (number_WK - largest_W[:, None]) / temperature - tl.log(mass_W)[:, None]
     score_WK = parent_W[:, None] + chance_WK - STEP
-    # Where the largest logit is not finite all are infinitely far from it, or not a number, for which no comparison holds.
+    # If the largest logit is not finite, all scores are −∞ or NaN, and comparisons with NaN are false.
     score_WK = tl.where(score_WK > float("-inf"), score_WK, float("-inf"))
     token_WK = tl.where(score_WK > float("-inf"), token_WK, -1)
 
-    # How many are better is where a candidate goes: all of those that are asked for come before what only fills the table.
+    # A candidate's place is the number of better ones; padding comes last.
     own_WK = node_W[:, None] * BLOCK_K + rank_K[None, :]
     order_X = tl.reshape(keys_of(score_WK, own_WK, real_WK), [BLOCK_W * BLOCK_K])
     own_X = tl.arange(0, BLOCK_W * BLOCK_K)
     rank_X = tl.sum((order_X[:, None] > order_X[None, :]).to(tl.int32), 0)
 
-    # As its parent, and itself.
+    # A node sees what its parent sees, and itself.
     front_F, place_U = tl.arange(0, BLOCK_F), tl.arange(0, BLOCK_U)
     parent_F = tl.sum(tl.where(rank_X[None, :] == front_F[:, None], (own_X // BLOCK_K)[None, :], 0), 1)
     earlier_FU = (front_F < front)[:, None] & (place_U < seen)[None, :]
@@ -175,7 +173,7 @@ def grow_level(
 
 @triton.jit
 def _level_of(candidate_X, starts, levels):
-    """Return the levels in which candidates stand, the first one's number being 0."""
+    """Return the candidates' levels, from 0."""
     level_X = tl.zeros_like(candidate_X)
     for number in range(1, levels):
         level_X += (candidate_X >= tl.load(starts + number)).to(level_X.dtype)
@@ -184,7 +182,7 @@ def _level_of(candidate_X, starts, levels):
 
 @triton.jit
 def _threshold(key_C, total, count):
-    """Return a key that `count` of the `total` that are not `NO_KEY` reach, by bisection: all keys are different."""
+    """Return a key that exactly `count` of the `total` real keys reach, by bisection; all keys are different."""
     order_C = (key_C >> 32).to(tl.int32)
     lowest = tl.min(tl.where(key_C == NO_KEY, LAST, order_C), 0).to(tl.int64) << 32
     highest = (tl.max(order_C, 0).to(tl.int64) + 1) << 32
@@ -201,10 +199,10 @@ def choose_candidates(
     scores, starts, numbers, chosen, table, levels, total, nodes, entries,
     BLOCK_L: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """Give the best candidates of a row numbers as nodes, from 1 on in the order in which they stand; 0 to others; grid [B].
+    """Give a row's best candidates the numbers 1, 2, ... as nodes, in their order, and all others 0; grid [B].
 
-    Parents have better scores than their children and stand before them, and those that are kept of a level are its first.
-    Writes which candidate each node is, −1 for none, and empties the `entries` of the children's table.
+    Parents have better scores than their children and come before them, and the kept candidates of a level are its first ones.
+    Writes which candidate each node is, −1 for none, and clears the `entries` of the table of children.
     """
     row = tl.program_id(0).to(tl.int64)
     level_L, place_P, node_N = tl.arange(0, BLOCK_L), tl.arange(0, BLOCK_P), tl.arange(0, BLOCK_N)
@@ -236,9 +234,9 @@ def plant_chosen(
     facts, numbers, chosen, starts, firsts, roots, tokens, depths, places, ancestors, table,
     levels, total, nodes, width, last, facts_part, roots_row, BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Write what a tree says of its nodes, and where the draft has them; grid [B, blocks of nodes].
+    """Write a tree's tables, and the nodes' places in the draft's passes; grid [B, blocks of nodes].
 
-    `firsts` are the places at which the passes of all depths begin, `last` is the last that there is.
+    `firsts` are the places where the pass over each depth begins; `last` is the last place.
     """
     row, node_T = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK_T + tl.arange(0, BLOCK_T)
     facts += row * total

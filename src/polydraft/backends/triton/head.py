@@ -1,4 +1,4 @@
-"""A feature head on a GPU, with kernels that do several things at once."""
+"""A feature head on a GPU, with fused kernels."""
 
 from typing import NamedTuple
 
@@ -17,9 +17,9 @@ from polydraft.operations import implements
 from polydraft.trees import Block
 
 _MOST_ROWS = 64
-"""That our own products multiply: the library's are made for more, and cut small ones into parts that another kernel adds."""
+"""Most rows for our own products. The library's are made for more, and split small ones into parts that another kernel adds."""
 _LARGE_WEIGHT = 2**24
-"""Bytes of a weight from which reading it in int8 saves more than a launch takes."""
+"""Bytes of a weight from which reading it in int8 saves more time than a launch takes."""
 
 
 class Entries(NamedTuple):
@@ -27,29 +27,29 @@ class Entries(NamedTuple):
 
     tokens_BT: Tensor
     fused_BWH: Tensor
-    """Features, or the head's own outputs in their place."""
+    """Features, or the head's own outputs instead."""
     parents: Tensor | None
-    """Which of them each token follows, `[T]` or row by row; token t follows feature t where there are none."""
+    """Which of the features each token follows, `[T]` or row by row; if None, token t follows feature t."""
 
 
 class FusedHead(FastHead):
-    """Compute what a `FeatureHead` computes, with kernels that do several things at once."""
+    """Computes what a `FeatureHead` computes, with fused kernels."""
 
     def __init__(self, head: FeatureHead) -> None:
         self._head, self._epsilon = head, head.shape.norm_epsilon
         self._angles_PX = torch.empty(0)
-        """Cosines and sines of each position, both halves of the channels."""
+        """Cosines and sines of each position, for both halves of the channels."""
         weights = [parameter.detach().to(head.dtype) for parameter in head.tap_norms.parameters()]
         self._tap_weights_PH = torch.stack(weights) if weights else None
-        """Of the norms of what the head reads."""
+        """Weights of the norms of the features' parts."""
         self._rounded: dict[nn.Linear, tuple[Tensor, Tensor]] = {}
         """Large weights in int8, with their scales."""
 
     def read(
         self, context: HeadContext, tokens_BT: Tensor, fused_BWH: Tensor, block: Block, parents: Tensor | None
     ) -> Tensor | None:
-        """Pass the entries of a tree; None where it is a long text, or the window ends in the tree."""
-        # The kernels cut off committed text only, so the window must reach over all that is not committed.
+        """Pass the entries of a tree; None if it is a long text, or if the window ends inside the tree."""
+        # The kernels apply the window to committed text only, so it must cover all that is not committed.
         if block.size > MOST_TOKENS or self._head.shape.window < block.stop:
             return None
         used, placed = context.used(block), context.place(tokens_BT, block)
@@ -58,7 +58,7 @@ class FusedHead(FastHead):
         return self(entries, placed.positions_BT, view, context.cache, context.capacity)
 
     def fused(self, features_RF: Tensor) -> Tensor | None:
-        """Norm the parts of the features by one kernel; None where they are not normed."""
+        """Norm the parts of the features by one kernel, and fuse them; None if they are not normed."""
         from polydraft.backends.triton import slot_kernels as kernels
 
         head = self._head
@@ -76,7 +76,7 @@ class FusedHead(FastHead):
         return _total(self._parts(head.fuse, normed_RF), normed_RF.dtype).view(*shape[:-1], -1)
 
     def _entered(self, entries: Entries) -> Tensor:
-        """Return norms of features and of embedded tokens, side by side."""
+        """Return the normed features and the normed token embeddings, concatenated."""
         from polydraft.backends.triton import slot_kernels as kernels
 
         head, (tokens_BT, fused_BWH, parents) = self._head, entries
@@ -93,7 +93,7 @@ class FusedHead(FastHead):
         return pair_BTX
 
     def __call__(self, entries: Entries, positions_BT: Tensor, view: TreeView, cache: SlotCache, capacity: int) -> Tensor:
-        """Return the head's outputs of some entries; `capacity` bounds the positions."""
+        """Return the head's outputs for some entries; `capacity` is an upper bound of the positions."""
         head, shape, epsilon = self._head, self._head.shape, self._epsilon
         size, pair_BTX = shape.hidden_size, self._entered(entries)
         if head.join is None or head.attention_norm is None:
@@ -127,7 +127,7 @@ class FusedHead(FastHead):
         return normed_BTH if shape.normed_output else output_BTH
 
     def _parts(self, layer: nn.Linear, input_BTX: Tensor, most_apart: int = _MOST_ROWS) -> Tensor:
-        """Apply a layer; what comes next adds up the parts, of which there is one for more than `most_apart` rows."""
+        """Apply a layer; the next kernel adds up the parts. More than `most_apart` rows give a single part."""
         if input_BTX.dtype == torch.float32 or input_BTX.numel() > _MOST_ROWS * input_BTX.shape[-1]:
             return layer(input_BTX)[None]  # type: ignore[no-any-return]
         if not self._head.int8 or layer.weight.nbytes < _LARGE_WEIGHT:
@@ -146,7 +146,7 @@ class FusedHead(FastHead):
 
 
 def _total(parts_SBTX: Tensor, dtype: torch.dtype) -> Tensor:
-    """Add up parts where no kernel of ours does."""
+    """Add up parts when no kernel does."""
     return parts_SBTX[0] if len(parts_SBTX) == 1 else parts_SBTX.sum(0).to(dtype)
 
 
@@ -160,7 +160,7 @@ implements(fast_head, "triton", supports=_supports)(FusedHead)
 
 @implements(take_roots, "triton", supports=runs_on_tensors)
 def take_roots_by_kernel(outputs_BWH: Tensor, fresh_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """Do so by one kernel."""
+    """Take the roots' outputs by one kernel."""
     from polydraft.backends.triton import slot_kernels as kernels
 
     batch_size, _, channels = outputs_BWH.shape
@@ -182,7 +182,7 @@ def keep_entries_by_kernel(
     lengths_B: Tensor,
     kept: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Do so by one kernel."""
+    """Keep the fresh entries by one kernel."""
     from polydraft.backends.triton import slot_kernels as kernels
 
     kept_tokens_BW, kept_features_BWF, fresh_B = kept

@@ -1,17 +1,17 @@
-"""Products and attention on a GPU whose bits are those of the token alone: in a tree, a batch, a prompt read in parts.
+"""Products and attention on a GPU that give a token the same bits alone, in a tree, in a batch, or in a prompt read in chunks.
 
 A sum's bits depend on its order, and fast libraries choose the order by the number of rows. Here it is fixed:
 
-- *Products.* Matrix units add sixteen channels at a time to a running sum; whatever the tile that a token stands in, and the
-  instruction that its size calls for, an output's bits are the same (measured; the tests look again). So tiles may follow the
-  number of rows. Long sums over few outputs are cut into splits, to have enough programs; where is a matter of the weight's
-  shape alone, and the parts are added in order, by whoever comes next or by one program that goes through all of them.
-- *Attention.* Keys enter in groups of sixteen by *position*, whatever slot they are in, and splits are ranges of positions.
-  Committed text stands in the order of positions, and its whole groups are read once for all tokens of a tree; the rest of a
-  token's path, from the first group that is not whole, is gathered for it alone. The running softmax has whole numbers as
-  bases, so that rescaling is exact and tiles may be of any size.
+- *Products.* Matrix units add sixteen channels at a time to a running sum. Whatever the tile that contains a token, and the
+  instruction that its size calls for, an output's bits are the same (measured, and checked by the tests). So tiles may depend
+  on the number of rows. Long sums over few outputs are cut into splits, to have enough programs. The cuts depend only on the
+  weight's shape, and the parts are added in order, by the next kernel or by one program that goes through all of them.
+- *Attention.* Keys are added in groups of sixteen by *position*, whatever slots they are in, and splits are ranges of
+  positions. Committed text is in the order of positions, and its full groups are read once for all tokens of a tree; the rest
+  of a token's path, from the first group that is not full, is gathered for that token alone. The running softmax uses whole
+  numbers as bases, so rescaling is exact and tiles may have any size.
 
-Norms, rotation and gates work on one row at a time as they are. float16 has too few exponents for whole bases.
+Norms, rotation and gates work on one row at a time anyway. float16 has too few exponents for whole-number bases.
 """
 
 import dataclasses
@@ -24,31 +24,29 @@ import torch
 from torch import Tensor
 
 from polydraft.backends.triton import overlapping, power_of_two
+from polydraft.backends.triton.attention import MULTIPROCESSORS, attention_blocks
 from polydraft.devices import captures
 
 FORMATS = (torch.bfloat16, torch.float32)
 _SPLIT_CHANNELS, _MOST_SPLITS = 128, 4
-"""What the channels of a split are a multiple of, and how many splits a weight of few outputs has at most."""
+"""The channels of a split are a multiple of the first; the second is the most splits for a weight with few outputs."""
 _ENOUGH_OUTPUTS = 2**13
-"""Outputs, times splits, that make programs enough."""
-_MULTIPROCESSORS = 132
-"""Of an H100 or H200; on others tiles are a little off, nothing else."""
+"""Outputs times splits that give enough programs."""
 _ENOUGH_PROGRAMS = 99
-"""From which on blocks of attention stay as they are: three of four multiprocessors have work."""
+"""With this many programs, three of four multiprocessors have work, and attention's blocks need not be smaller."""
 _LARGE_WEIGHT = 2**23
-"""Bytes from which tiles are chosen for the reading of a weight, not for a short way through it."""
+"""Bytes of a weight from which tiles are chosen for bandwidth instead of latency."""
 _FEW_CHANNELS = 2**11
-"""Up to which a program with a large weight is over soon: smaller blocks then leave fewer multiprocessors without work."""
+"""With up to this many channels, programs of a large weight are short: smaller blocks then leave fewer multiprocessors idle."""
 _SPLIT_KEYS, _TAIL = 256, 16
 """Positions of a split, and of a group: the channels that matrix units add at a time."""
-_USUAL_CHANNELS = 128
 _LEAST_ROOM = 99 * 2**10
-"""Bytes of shared memory that a program may have with compute capability 8.6 and 8.9."""
+"""Bytes of shared memory per program with compute capability 8.6 and 8.9."""
 
 
 @dataclass(frozen=True)
 class Tile:
-    """What one program of a product works on; any will do, some are faster."""
+    """What one program of a product works on; any tile gives the same bits, some are faster."""
 
     outputs: int
     rows: int
@@ -58,15 +56,15 @@ class Tile:
 
 
 def splits_of(outputs: int, channels: int) -> int:
-    """Return into how many sums the channels of a weight are cut: a function of its shape, or bits would not last."""
+    """Return the number of splits of a weight's channels; it must depend on the shape alone, or bits would change."""
     most = _MOST_SPLITS if channels >= 2 * _MOST_SPLITS * _SPLIT_CHANNELS else 1
     return min(most, math.ceil(_ENOUGH_OUTPUTS / outputs))
 
 
 def plan_product(rows: int, outputs: int, channels: int, dtype: torch.dtype, room: int = _LEAST_ROOM) -> Tile:
-    """Choose a tile: the fastest on an H200, or near it, of those tried for the shapes of models of 135M, 1.5B and 7B.
+    """Choose a tile: the fastest on an H200, or close to it, among those tried for models of 135M, 1.5B and 7B weights.
 
-    `room` bounds its bytes of shared memory.
+    `room` limits its bytes of shared memory.
     """
     tile = _usual_tile(rows, outputs, channels, dtype)
     bytes_per_stage = (tile.outputs + tile.rows) * tile.channels * dtype.itemsize
@@ -74,13 +72,13 @@ def plan_product(rows: int, outputs: int, channels: int, dtype: torch.dtype, roo
 
 
 def _usual_tile(rows: int, outputs: int, channels: int, dtype: torch.dtype) -> Tile:
-    if dtype == torch.float32:  # multiplied outside the matrix units, and twice the memory
+    if dtype == torch.float32:  # no matrix units, and twice the memory
         return Tile(32, 16, 32, 2, 4) if rows <= 64 else Tile(64, 64, 32, 2, 8)
     if dtype == torch.int8:
         return Tile(64, 8, 256, 4, 4) if rows <= 8 else Tile(32, min(power_of_two(rows), 64), 128, 4, 2)
     splits = splits_of(outputs, channels)
-    # Where multiprocessors have several programs each, these hide each other's waiting.
-    crowded = outputs > 2 * 64 * _MULTIPROCESSORS
+    # Several programs on a multiprocessor hide each other's latency.
+    crowded = outputs > 2 * 64 * MULTIPROCESSORS
     if rows > 192:
         return Tile(128, 128, 64, 4, 8) if splits > 1 else Tile(128, 256, 64, 3, 8) if crowded else Tile(128, 128, 64, 4, 4)
     if rows > 128:
@@ -104,16 +102,15 @@ def _usual_tile(rows: int, outputs: int, channels: int, dtype: torch.dtype) -> T
 
 @cache
 def shared_room(device: torch.device) -> int:
-    """Return the bytes of shared memory that a program may have."""
+    """Return the bytes of shared memory per program."""
     if captures(device) and torch.cuda.get_device_capability(device) >= (9, 0):
         return 227 * 2**10
     return _LEAST_ROOM
 
 
 def invariant_linear(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
-    """Return what `torch.nn.functional.linear` does, with bits that depend on each row alone."""
-    parts_SBTF = invariant_parts(input_BTX, weight_FX, bias_F, most_apart=0)
-    return parts_SBTF[0]
+    """Do what `torch.nn.functional.linear` does, with bits that depend on each row alone."""
+    return invariant_parts(input_BTX, weight_FX, bias_F, most_apart=0)[0]
 
 
 def invariant_parts(
@@ -125,10 +122,10 @@ def invariant_parts(
     scales_F: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """Return the product as parts that are still to be added, in order and in float32, and then rounded.
+    """Return a product as parts, which the caller must add in order, in float32, and then round.
 
-    A single part is the product itself, in the input's format or that of `dtype`. Of more than `most_apart` rows it always is.
-    A weight in int8 has scales.
+    A single part is the product itself, in `dtype` or the input's dtype; more than `most_apart` rows always give a single part.
+    A weight in int8 needs scales.
     """
     from polydraft.backends.triton import invariant_kernels as kernels
 
@@ -162,15 +159,15 @@ class Sight:
     lengths_B: Tensor
     """Committed tokens per row."""
     max_length: int
-    """Most of them, of any row in any replay."""
+    """Most committed tokens of any row, in any replay."""
     starts_BT: Tensor | None = None
-    """First position that each token sees; all where there are none."""
+    """First position that each token sees; None for all positions."""
     positions_BT: Tensor | None = None
     tails_BTX: Tensor | None = None
-    """Of trees: the slots that each token sees, by position, from the last multiple of `TAIL` that committed text has reached
-    up to its own; -1 where it sees none. Without them, each token of a block sees all before it."""
+    """For trees: the slots that each token sees, by position, from the last multiple of `TAIL` in committed text up to its own
+    position; -1 where it sees none. None for causal blocks, where each token sees all earlier ones."""
     rows_B: Tensor | None = None
-    """Of causal blocks: rows of the storage that the tokens belong to; all, in order, where there are none."""
+    """For causal blocks: the tokens' rows in the storage; None for all rows in order."""
 
 
 def sight_of(
@@ -181,7 +178,7 @@ def sight_of(
     visible_BTU: Tensor,
     slot_positions_BS: Tensor,
 ) -> Sight:
-    """Return what the tokens of a tree see, from its mask."""
+    """Return what the tokens of a tree see, from the tree's mask."""
     from polydraft.backends.triton import invariant_kernels as kernels
 
     batch_size, size, places = visible_BTU.shape
@@ -199,12 +196,12 @@ def sight_of(
 
 @dataclass(frozen=True)
 class AttendPlan:
-    """What one program works on that reads committed text; any will do, some are faster."""
+    """What one program that reads committed text works on; any plan gives the same bits, some are faster."""
 
     lines: int
     keys: int
     at_once: bool
-    """Whether it goes through all splits, and leaves one part in place of one for each."""
+    """Whether one program goes through all splits, and writes one part instead of one per split."""
     warps: int = 4
     stages: int = 2
 
@@ -212,30 +209,28 @@ class AttendPlan:
 def plan_attend(
     batch_size: int, key_heads: int, lines: int, splits: int, channels: int, dtype: torch.dtype, room: int
 ) -> AttendPlan:
-    """Choose sizes for `lines` = T · group lines over at most `splits` splits: a program per multiprocessor, if there can be.
+    """Choose sizes for `lines` = T · group lines over at most `splits` splits: one program per multiprocessor, if possible.
 
-    Parts are written and read again: not where there are programs enough without splits. Where there are too few even with
-    them, blocks of fewer lines read the same keys, from the caches, more often, and leave few multiprocessors without work.
-    The smallest blocks mostly wait for their keys, and load more of them at a time (`benchmarks/gpu_tiles.py --attention`).
+    Parts are written and read again, so there are none if there are enough programs without splits. If there are too few even
+    with splits, blocks have fewer lines: they read the same keys more often, from the caches, but keep more multiprocessors
+    busy. The smallest blocks mostly wait for keys, and load more of them at a time (`benchmarks/gpu_tiles.py --attention`).
 
     Parameters
     ----------
     room : int
-        Bytes of shared memory that a program may have.
+        Bytes of shared memory per program.
     """
-    wide = dtype == torch.float32  # twice the shared memory
-    block_lines = min(max(power_of_two(lines), 16), 32 if wide else 64)
-    block_keys = (32 if wide else 64) // (2 if channels > _USUAL_CHANNELS else 1)
+    block_lines, block_keys = attention_blocks(lines, channels, dtype)
     heads = batch_size * key_heads
-    if heads * math.ceil(lines / block_lines) >= _MULTIPROCESSORS:
+    if heads * math.ceil(lines / block_lines) >= MULTIPROCESSORS:
         return AttendPlan(block_lines, block_keys, at_once=True)
     while block_lines > 16 and heads * splits * math.ceil(lines / block_lines) < _ENOUGH_PROGRAMS:
         block_lines //= 2
-    plans = [] if wide else [AttendPlan(block_lines, block_keys, at_once=False, stages=3)]
+    plans = [] if dtype == torch.float32 else [AttendPlan(block_lines, block_keys, at_once=False, stages=3)]
     if plans and block_lines == 16:
         plans.insert(0, dataclasses.replace(plans[0], keys=2 * block_keys))
     for plan in plans:
-        # Keys and values of the stages to come lie beside the queries.
+        # Shared memory holds the queries, and the keys and values of the next stages.
         held = 2 * plan.keys * (plan.stages - 1) + block_lines
         if held * power_of_two(channels) * dtype.itemsize <= room:
             return plan
@@ -245,7 +240,7 @@ def plan_attend(
 def invariant_attention(
     query_BHTC: Tensor, key_BHSC: Tensor, value_BHSC: Tensor, sight: Sight, scale: float, plan: AttendPlan | None = None
 ) -> Tensor:
-    """Return what `polydraft.models.attention.tree_attention` does, with bits that depend on each token's path alone."""
+    """Do what `polydraft.models.attention.tree_attention` does, with bits that depend on each token's path alone."""
     from polydraft.backends.triton import invariant_kernels as kernels
 
     batch_size, query_heads, size, channels = query_BHTC.shape
@@ -267,7 +262,7 @@ def invariant_attention(
         **overlapping(query_BHTC),
         "GROUP": group, "CHANNELS": channels, "CAUSAL": causal, "AT_ONCE": at_once, "PRECISION": "ieee",
         "BLOCK_CHANNELS": max(power_of_two(channels), 16), "SPLIT": _SPLIT_KEYS, "TAIL": _TAIL,
-        # A product and a difference made one would round otherwise, and not in all kernels alike.
+        # A product fused with a difference would be rounded differently, and not in all kernels alike.
         "enable_fp_fusion": False,
     }  # fmt: skip
     strides = *query_BHTC.stride()[:3], *key_BHSC.stride()[:3], *value_BHSC.stride()[:3], *output_BTHC.stride()[:3]

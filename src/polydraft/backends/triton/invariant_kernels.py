@@ -1,6 +1,6 @@
-"""Triton kernels whose sums have one order: a token's bits do not depend on who is computed beside it.
+"""Triton kernels whose sums have a fixed order: a token's bits do not depend on what is computed beside it.
 
-See `polydraft.backends.triton.invariant` for what makes them so. Imported only where Triton is there. Axes and *lines* as in
+`polydraft.backends.triton.invariant` explains why. Imported only if Triton is installed. Axes and *lines* as in
 `polydraft.backends.triton.layer_kernels`; M counts outputs or lines, N rows or keys, and a *part* is the sum over one split.
 """
 
@@ -10,10 +10,10 @@ import triton.language as tl
 from polydraft.backends.triton.keys import let_next_start, wait_for_others
 
 _UNSEEN = tl.constexpr(-1e30)
-"""The base of a line that has seen nothing: any finite number far below all scores keeps differences from being NaN."""
+"""The base of a line that has seen nothing: finite, so that differences are not NaN, and far below all scores."""
 
 
-# The number of rows differs from tree to tree; and one that is known to be 1 would have its single row read in another layout.
+# The number of rows differs from tree to tree; and if it were specialised for 1, a single row would be read in another layout.
 @triton.jit(do_not_specialize=["rows"])
 def invariant_product(
     inputs, weight, bias, scales, output, rows, outputs, channels, width,
@@ -23,14 +23,14 @@ def invariant_product(
 ):  # fmt: skip
     """Multiply rows by a weight, `width` channels per split; grid [blocks of rows, blocks of outputs, splits if apart].
 
-    Splits that are apart are programs of their own and leave their parts to who reads them; else one program adds them up.
-    A weight in int8 is scaled by its rows.
+    If splits are apart, each is a program of its own, and the next kernel adds up the parts; else one program does.
+    A weight in int8 has a scale per row.
     """
     wait_for_others(PDL)
     output_M = tl.program_id(1) * BLOCK_OUTPUTS + tl.arange(0, BLOCK_OUTPUTS)
     row_N = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    # Outputs past the end read the last one again, which costs less than a mask, and are not stored. Rows past the end are
-    # masked: with a single one, all programs would read the same few lines again and again, for 6 % of the time.
+    # Outputs past the end read the last one again, which is cheaper than a mask, and are not stored. Rows past the end are
+    # masked: with a single row, all programs would read the same few lines again and again, for 6 % of the time.
     weight_M1 = weight + tl.minimum(output_M, outputs - 1).to(tl.int64)[:, None] * channels
     inputs_N1 = inputs + row_N.to(tl.int64)[:, None] * channels
     real_N1 = (row_N < rows)[:, None]
@@ -48,7 +48,7 @@ def invariant_product(
         total_MN += bias_M[:, None]
     for step in range(first, stop):
         channel_K = step * BLOCK_CHANNELS + tl.arange(0, BLOCK_CHANNELS)
-        # Weights come by once, inputs again and again: these must not be driven out of the caches.
+        # Weights are read once, inputs again and again, so weights must not evict inputs from the caches.
         if EVEN:
             weight_MK = tl.load(weight_M1 + channel_K[None, :], eviction_policy="evict_first")
             inputs_NK = tl.load(inputs_N1 + channel_K[None, :], mask=real_N1, other=0.0)
@@ -59,7 +59,7 @@ def invariant_product(
         if SCALED:
             weight_MK = weight_MK.to(inputs.dtype.element_ty)
         part_MN = tl.dot(weight_MK, tl.trans(inputs_NK), part_MN, input_precision=PRECISION)
-        if SPLITS > 1 and not APART:  # noqa: SIM102 - known when this is compiled, unlike what follows
+        if SPLITS > 1 and not APART:  # noqa: SIM102 - a compile-time condition, unlike the next one
             if (step + 1) % steps_per_split == 0 or step + 1 == steps:
                 if SCALED:
                     part_MN *= tl.load(scales + tl.minimum(output_M, outputs - 1))[:, None]
@@ -80,7 +80,7 @@ def invariant_product(
 
 @triton.jit
 def _power(exponent):
-    """Return 2 to a whole number from -126 to 0, exactly, and 0 where it is smaller; where nothing is seen it may be larger."""
+    """Return 2 to a whole number from -126 to 0, exactly, and 0 below; lines that have seen nothing may have larger numbers."""
     return ((tl.minimum(tl.maximum(exponent, -127.0), 0.0).to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
 
 
@@ -88,8 +88,8 @@ def _power(exponent):
 def _absorb_steadily(queries_MC, seen_MN, keys_NC, values_NC, base_M, sum_MX, mixed_MC, scale, PRECISION: tl.constexpr):
     """Take a block of keys into the running softmax, in base 2, with whole numbers as bases.
 
-    Raising a base multiplies what is there by a power of two, which rounds nothing: when that happens makes no difference.
-    Sums of weights are products with ones, because those have the order of products, whatever the layout of the block.
+    Raising a base multiplies the sums by a power of two, which is exact, so it does not matter when that happens. Weights are
+    summed by a product with ones, because that has a product's order, whatever the layout of the block.
     """
     scores_MN = tl.dot(queries_MC, tl.trans(keys_NC), input_precision=PRECISION) * scale
     whole_MN = tl.floor(scores_MN)
@@ -113,7 +113,7 @@ def _fold(base_M, sum_M, mixed_MC, part_base_M, part_sum_M, part_MC):
     return new_base_M, sum_M, mixed_MC
 
 
-# As in `polydraft.backends.triton.layer_kernels.attend`: what differs from tree to tree must not count.
+# As for `polydraft.backends.triton.layer_kernels.attend`: arguments that differ from tree to tree are not specialised.
 @triton.jit(do_not_specialize=["lengths", "starts", "rows", "bases", "sums", "size", "splits", "parts"])
 def invariant_attend(
     query, key, value, lengths, starts, rows, output, mixed, bases, sums, scale, size, splits, parts,
@@ -123,11 +123,11 @@ def invariant_attend(
     CUT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_LINES: tl.constexpr, BLOCK_KEYS: tl.constexpr,
     BLOCK_CHANNELS: tl.constexpr, SPLIT: tl.constexpr, TAIL: tl.constexpr, SOME: tl.constexpr,
 ):  # fmt: skip
-    """Attend from one block of lines to slots that stand in the order of positions; grid [splits, key heads x blocks, B].
+    """Attend from one block of lines to slots in the order of positions; grid [splits, key heads x blocks, B].
 
-    In a causal block these are all that a line sees; in a tree, committed text up to the last multiple of `TAIL`. At once, one
-    program goes through all splits: a causal one is done then, of others the total is part 0, the last, unfinished one part 1.
-    With `SOME`, `rows` says in which row of the storage each row of the queries is.
+    In a causal block these are all that a line sees; in a tree, committed text up to the last multiple of `TAIL`. With
+    `AT_ONCE`, one program goes through all splits: a causal block is then done; for a tree, part 0 is the total, and part 1 the
+    last, unfinished split. With `SOME`, `rows` are the queries' rows in the storage.
     """
     wait_for_others(PDL)
     row = tl.program_id(2).to(tl.int64)
@@ -196,7 +196,7 @@ def invariant_attend(
     else:
         part_M = (row * (tl.num_programs(1) // blocks) + head) * parts * lines + line_M
         if AT_ONCE:
-            # An unfinished split is the one that the tail continues; a finished one belongs to the total.
+            # The tail continues an unfinished split; a finished one belongs to the total.
             if stop % SPLIT == 0:
                 total_base_M, total_sum_M, total_MC = _fold(total_base_M, total_sum_M, total_MC, base_M, sum_M, mixed_MC)
             tl.store(bases + part_M, total_base_M, mask=real_M)
@@ -225,7 +225,7 @@ def _repeated_CM(values_LC, REPEAT: tl.constexpr):
 
 @triton.jit
 def _once_L(values_M, REPEAT: tl.constexpr):
-    """Take each line once: the largest of equal numbers is any of them, to the bit."""
+    """Undo `_repeated_M`: the largest of equal numbers is any of them, to the bit."""
     lines: tl.constexpr = values_M.shape[0] // REPEAT
     return tl.max(tl.reshape(values_M, (lines, REPEAT)), 1)
 
@@ -239,7 +239,7 @@ def _once_LC(values_CM, REPEAT: tl.constexpr):
 
 @triton.jit
 def _gather(slots, key, value, channel_C, key_slot, value_slot, CHANNELS: tl.constexpr, TAIL: tl.constexpr):
-    """Read keys and values of one group of a token's tail, and say which of them it sees."""
+    """Load keys and values of one group of a token's tail, and say which of them the token sees."""
     slot_N = tl.load(slots + tl.arange(0, TAIL))
     seen_N = slot_N >= 0
     real_NC = seen_N[:, None] & (channel_C < CHANNELS)[None, :]
@@ -250,7 +250,7 @@ def _gather(slots, key, value, channel_C, key_slot, value_slot, CHANNELS: tl.con
 
 @triton.jit
 def _absorb_group(queries_MC, seen_N, keys_NC, values_NC, base_M, sum_XM, mixed_CM, scale, PRECISION: tl.constexpr):
-    """Do what `_absorb_steadily` does, with lines as columns: matrix units take eight of these, and sixteen of rows."""
+    """Do what `_absorb_steadily` does with lines as columns: matrix units take as few as eight columns, but sixteen rows."""
     scores_NM = tl.dot(keys_NC, tl.trans(queries_MC), input_precision=PRECISION) * scale
     whole_NM = tl.floor(scores_NM)
     new_base_M = tl.maximum(base_M, tl.max(tl.where(seen_N[:, None], whole_NM, _UNSEEN), 0))
@@ -274,8 +274,8 @@ def invariant_join(
 ):  # fmt: skip
     """Add up the parts of one token and, in a tree, attend to the rest of its path, by position; grid [T, key heads, B].
 
-    Matrix units take eight columns: each line of a token, of which there are `LINES`, stands there `REPEAT` times. Totals have
-    each line once: registers decide how many programs hide each other's waiting.
+    Matrix units take eight columns, so each of a token's `LINES` lines is repeated `REPEAT` times. Totals have each line once,
+    because the number of registers limits how many programs can hide each other's latency.
     """
     wait_for_others(PDL)
     let_next_start(PDL)
@@ -286,15 +286,15 @@ def invariant_join(
     real_LC = real_L[:, None] & real_C[None, :]
     lines = size * GROUP
     first_part_L = (row * tl.num_programs(1) + head) * parts * lines + token * GROUP + member_L
-    # Parts that are complete, and where the tail begins.
+    # Number of complete parts, and where the tail begins.
     done, limit = tl.cdiv(length + token + 1, SPLIT), 0
     if not CAUSAL:
         limit = length // TAIL * TAIL
         done = limit // SPLIT
     if AT_ONCE:
-        done = parts - 1  # one, but no constant: see the loop over parts
+        done = parts - 1  # 1, but not as a constant: see the loop over parts
     if not CAUSAL:
-        # All that the first group needs is on its way while the parts are added up.
+        # Loaded early, so that all the first group needs is on its way while the parts are added up.
         last = tl.load(positions + row * size + token).to(tl.int32)
         key += row * key_row + head.to(tl.int64) * key_head
         value += row * value_row + head.to(tl.int64) * value_head
@@ -305,7 +305,7 @@ def invariant_join(
         real_MC = (member_M < GROUP)[:, None] & real_C[None, :]
         queries_MC = tl.load(query + row * query_row + query_MC, mask=real_MC, other=0.0)
         # The split that is not complete goes on where `invariant_attend` left it.
-        begun_L = real_L & (limit % SPLIT + tl.zeros_like(member_L) > 0)  # a lone number is no mask to newer interpreters
+        begun_L = real_L & (limit % SPLIT + tl.zeros_like(member_L) > 0)  # newer interpreters take no scalar as a mask
         begun_part_L = first_part_L + done * lines
         begun_base_L = tl.load(bases + begun_part_L, mask=begun_L, other=_UNSEEN)
         begun_sum_L = tl.load(sums + begun_part_L, mask=begun_L, other=0.0)
@@ -314,7 +314,7 @@ def invariant_join(
     base_L = tl.full([LINES], _UNSEEN, tl.float32)
     sum_L = tl.zeros([LINES], tl.float32)
     total_LC = tl.zeros([LINES, BLOCK_CHANNELS], tl.float32)
-    # Reads two parts ahead. A loop of stages also keeps Triton from waiting, before it, for each of the loads above in turn.
+    # Prefetches two parts. A staged loop also keeps Triton from waiting for each of the loads above in turn before it.
     for part in tl.range(done, num_stages=3):
         part_L = first_part_L + part * lines
         part_base_L = tl.load(bases + part_L, mask=real_L, other=_UNSEEN)
@@ -328,7 +328,7 @@ def invariant_join(
         base_M, sum_XM, mixed_CM = _absorb_group(
             queries_MC, seen_N, keys_NC, values_NC, base_M, sum_XM, mixed_CM, scale, PRECISION
         )
-        # Few tails are longer than a group: what would read ahead for them would cost all others registers.
+        # Few tails are longer than a group, and prefetching for them would cost registers for all others.
         for first in tl.range(limit + TAIL, last + 1, TAIL, num_stages=1):
             if first % SPLIT == 0:
                 part_sum_L, part_LC = _once_L(tl.max(sum_XM, 0), REPEAT), _once_LC(mixed_CM, REPEAT)
@@ -361,9 +361,9 @@ def list_tails(
     visible_row, visible_token, visible_place,
     CUT: tl.constexpr, TAIL: tl.constexpr, BLOCK: tl.constexpr, BLOCK_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """List the slots that a token sees by position, from the first group of committed text that is not whole; grid [T, B].
+    """List the slots that a token sees by position, from the first group of committed text that is not full; grid [T, B].
 
-    Where it sees nothing, the slot is -1.
+    For positions that it does not see, the slot is -1.
     """
     token, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     length = tl.load(lengths + row)
@@ -380,6 +380,6 @@ def list_tails(
     position_X = limit + entry_X
     committed_X = (position_X < length) & (position_X <= last) & (position_X >= start)
     tl.store(slots + entry_X, tl.where(committed_X, position_X, -1).to(tl.int32), mask=entry_X < width)
-    tl.debug_barrier()  # what comes now goes over what others may have written
+    tl.debug_barrier()  # the next store overwrites what other threads may have written
     listed_U = real_U & (visible_U != 0) & (position_U >= length) & (position_U <= last) & (position_U >= start)
     tl.store(slots + (position_U - limit), (length + place_U).to(tl.int32), mask=listed_U & (position_U - limit < width))

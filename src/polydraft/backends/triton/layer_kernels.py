@@ -1,11 +1,11 @@
-"""Triton kernels: what stands between a layer's matrix products, the products of a single token, and tree attention.
+"""Triton kernels for everything between a layer's matrix products, for the products of a single token, and for tree attention.
 
-See `polydraft.backends.triton.layers` and `polydraft.backends.triton.attention`. Imported only where Triton is there.
+See `polydraft.backends.triton.layers` and `polydraft.backends.triton.attention`. Imported only if Triton is installed.
 
-Kernels of a layer read and write the model's number format and compute in float32.
+The kernels of a layer read and write the model's dtype and compute in float32.
 
-Tree attention takes keys in chunks, side by side, and joins them. Axes as in CONTRIBUTING; a *line* is one of the M = T · group
-pairs of a tree token and a query head that share a key head, so that keys and values are read once for all of them.
+Tree attention processes chunks of keys in parallel and joins them. Axes as in CONTRIBUTING; a *line* is one of the M = T ·
+group pairs of a tree token and a query head that share a key head, so that keys and values are read once for all of them.
 """
 
 import triton
@@ -19,7 +19,7 @@ def add_norm(
     hidden, delta, weight, total, normed, epsilon, rows, channels, normed_row,
     PDL: tl.constexpr, PARTS: tl.constexpr, RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Add up parts of a product and the residual stream, and take the root-mean-square norm; grid [rows]."""
+    """Add the parts of a product to the residual stream, and take the root-mean-square norm; grid [rows]."""
     wait_for_others(PDL)
     let_next_start(PDL)
     row = tl.program_id(0).to(tl.int64)
@@ -33,9 +33,9 @@ def add_norm(
         for part in tl.static_range(1, PARTS):
             place = (row + part * rows) * channels
             delta_C += tl.load(delta + place + channel_C, mask=real_C, other=0.0).to(tl.float32)
-        # Rounded in between, as a product of its own is.
+        # Rounded in between, like the result of a separate product.
         value_C += delta_C.to(total.dtype.element_ty).to(tl.float32)
-        # The norm is that of the sum as it is stored, rounded.
+        # The norm is of the stored, rounded sum.
         stored_C = value_C.to(total.dtype.element_ty)
         tl.store(total + row * channels + channel_C, stored_C, mask=real_C)
         value_C = stored_C.to(tl.float32)
@@ -46,14 +46,14 @@ def add_norm(
 
 @triton.jit
 def _added(parts, place_HC, real_HC, stride, FORM: tl.constexpr, PARTS: tl.constexpr):
-    """Add up parts of a product, and round as a product of its own is."""
+    """Add up the parts of a product, and round like the result of a separate product."""
     sum_HC = tl.load(parts + place_HC, mask=real_HC, other=0.0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         sum_HC += tl.load(parts + part * stride + place_HC, mask=real_HC, other=0.0).to(tl.float32)
     return sum_HC.to(FORM).to(tl.float32)
 
 
-# Numbers of tokens differ from tree to tree, and are no reason to compile anew.
+# Not specialised, because numbers of tokens differ from tree to tree.
 @triton.jit(do_not_specialize=["rows", "size", "tokens"])
 def rotate_store(
     projected, cos, sin, positions, slots, rows, query, keys, values, size, tokens, angle_row,
@@ -62,10 +62,10 @@ def rotate_store(
     QUERIES: tl.constexpr, KEYS: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
-    """Turn queries and keys by their positions (RoPE), and put keys and values into their slots; grid [B · T].
+    """Rotate queries and keys by their positions (RoPE), and store keys and values in their slots; grid [B · T].
 
-    `projected` holds the heads of queries, keys and values of a token side by side, in parts that are added up. With `SOME`,
-    `rows` says in which row of the storage each row of the tokens is. With `LOOKED_UP`, `cos` and `sin` are tables by position.
+    `projected` holds a token's heads of queries, keys and values one after the other, in parts to add up. With `SOME`, `rows`
+    are the tokens' rows in the storage. With `LOOKED_UP`, `cos` and `sin` are tables by position.
     """
     wait_for_others(PDL)
     let_next_start(PDL)
@@ -118,7 +118,7 @@ def gate(gate_up, output, channels, PDL: tl.constexpr, BLOCK: tl.constexpr):
     real_C = channel_C < channels
     gate_C = tl.load(gate_up + row * 2 * channels + channel_C, mask=real_C, other=0.0).to(tl.float32)
     up_C = tl.load(gate_up + row * 2 * channels + channels + channel_C, mask=real_C, other=0.0).to(tl.float32)
-    # Rounded in between, as two operations would do.
+    # Rounded in between, as two separate operations would.
     active_C = (gate_C / (1.0 + tl.exp(-gate_C))).to(output.dtype.element_ty).to(tl.float32)
     tl.store(output + row * channels + channel_C, (active_C * up_C).to(output.dtype.element_ty), mask=real_C)
 
@@ -133,7 +133,7 @@ def vector_product(vector, weight, bias, output, rows, channels, BIAS: tl.conste
     for first in range(0, channels, BLOCK):
         channel_C = first + tl.arange(0, BLOCK)
         real_C = channel_C < channels
-        # Weights come by once, the vector again and again: these must not drive it out of the caches.
+        # Weights are read once, the vector again and again, so weights must not evict it from the caches.
         weight_RC = tl.load(
             weight + start_R1 + channel_C[None, :], mask=real_R[:, None] & real_C[None, :], other=0.0,
             eviction_policy="evict_first",
@@ -148,7 +148,7 @@ def vector_product(vector, weight, bias, output, rows, channels, BIAS: tl.conste
 
 @triton.jit
 def _chunk(total, splits, BLOCK_KEYS: tl.constexpr):
-    """Keys of one split: the real context shared out evenly, whatever the largest context of the launch is."""
+    """Return the keys per split: the actual context in even shares, whatever the launch's largest context."""
     return tl.cdiv(tl.cdiv(total, splits), BLOCK_KEYS) * BLOCK_KEYS
 
 
@@ -158,7 +158,7 @@ def _absorb(queries_MC, scores_mask, keys_NC, values_NC, peak_M, sum_M, mixed_MC
     scores_MN = tl.dot(queries_MC, tl.trans(keys_NC), input_precision=PRECISION) * scale
     scores_MN = tl.where(scores_mask, scores_MN, float("-inf"))
     new_peak_M = tl.maximum(peak_M, tl.max(scores_MN, 1))
-    # A line that has seen nothing yet has the peak -inf; any finite one keeps its differences from being NaN.
+    # The peak of a line that has seen nothing is -inf; a finite base keeps differences from being NaN.
     base_M = tl.where(new_peak_M == float("-inf"), 0.0, new_peak_M)
     weights_MN = tl.exp2(scores_MN - base_M[:, None])
     shrink_M = tl.exp2(peak_M - base_M)
@@ -168,9 +168,10 @@ def _absorb(queries_MC, scores_mask, keys_NC, values_NC, peak_M, sum_M, mixed_MC
     return new_peak_M, sum_M, mixed_MC
 
 
-# Triton compiles a kernel anew for whole numbers that are 1 or divisible by 16, and for addresses that are divisible by 16.
-# What differs from tree to tree must not count: forests of beams would compile for seconds on end. A level's mask begins
-# anywhere in its tree's, sums anywhere behind peaks, and the lengths of some rows anywhere among those of all.
+# Triton compiles a kernel again for whole numbers that are 1 or divisible by 16, and for addresses that are divisible by 16.
+# Arguments that differ from tree to tree must not be specialised, or forests of beams would compile for seconds on end. The
+# alignment of addresses differs too: a level's mask begins anywhere in its tree's mask, sums anywhere after peaks, and the
+# lengths of some rows anywhere among all lengths.
 @triton.jit(
     do_not_specialize=[
         "lengths", "visible", "starts", "peaks", "sums", "size", "places", "splits", "visible_row", "visible_token"
@@ -187,7 +188,7 @@ def attend(
 ):  # fmt: skip
     """Attend from one block of lines to one chunk of keys; grid [splits, key heads x blocks of lines, B].
 
-    Writes the result itself with one split, else what `join` needs: weighted values, the peak and the sum of weights.
+    Writes the result if there is one split, else what `join` needs: weighted values, the peak and the sum of weights.
     """
     wait_for_others(PDL)
     split, row = tl.program_id(0), tl.program_id(2).to(tl.int64)
@@ -218,7 +219,7 @@ def attend(
     sum_M = tl.zeros([BLOCK_LINES], tl.float32)
     mixed_MC = tl.zeros([BLOCK_LINES, BLOCK_CHANNELS], tl.float32)
 
-    # Committed text: every line sees every key, from the start of its window on.
+    # Committed text: every line sees every key from the start of its window on.
     context_stop = tl.minimum(stop, length)
     start_M = tl.zeros([BLOCK_LINES], tl.int32)
     if CUT:
@@ -232,7 +233,7 @@ def attend(
         seen_MN = real_N[None, :] & (slot_N[None, :] >= start_M[:, None])
         peak_M, sum_M, mixed_MC = _absorb(queries_MC, seen_MN, keys_NC, values_NC, peak_M, sum_M, mixed_MC, scale, PRECISION)
 
-    # Uncommitted places: what the tree's mask lets a token see.
+    # Uncommitted places: a token sees what the tree's mask allows.
     for start in range(tl.maximum(first, length), stop, BLOCK_KEYS):
         slot_N = start + key_N
         real_N = slot_N < stop
@@ -264,7 +265,7 @@ def join(
     PDL: tl.constexpr, GROUP: tl.constexpr, CHANNELS: tl.constexpr,
     BLOCK_LINES: tl.constexpr, BLOCK_KEYS: tl.constexpr, BLOCK_CHANNELS: tl.constexpr,
 ):  # fmt: skip
-    """Put the splits of `attend` together; grid [blocks of lines, key heads, B]."""
+    """Join the splits of `attend`; grid [blocks of lines, key heads, B]."""
     wait_for_others(PDL)
     let_next_start(PDL)
     head, row = tl.program_id(1), tl.program_id(2).to(tl.int64)

@@ -1,8 +1,8 @@
-"""Llama-shaped models, and feature heads, on a GPU in ten launches per layer.
+"""Llama-shaped models and feature heads on a GPU, in ten launches per layer.
 
-A pass over a few tokens is as long as the reading of its weights if nothing else takes time: what stands between the four
-matrix products of a layer is therefore six kernels, and the products of a single token have a kernel of their own. Attention
-costs what the text of the moment costs, whatever the size of the buffers, so that a captured pass serves for many lengths.
+A pass over a few tokens should take no longer than reading the weights. So everything between the four matrix products of a
+layer is six kernels, and the products of a single token have their own kernel. Attention costs what the current text costs,
+whatever the size of the buffers, so a captured pass serves many lengths.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,11 +34,11 @@ from polydraft.operations import implements
 from polydraft.trees import Block, causal_block
 
 MOST_TOKENS = 128
-"""Tokens per row up to which these kernels are meant; longer blocks are prompts, which are computed, not read."""
+"""Most tokens per row for these kernels; longer blocks are prompts, limited by arithmetic instead of bandwidth."""
 _ROWS = 4
 """Outputs that one program of a product computes."""
 _LARGE_WEIGHT = 2**23
-"""Bytes of a weight from which its reading takes longer than a launch, and how it is read matters."""
+"""Bytes of a weight from which reading it takes longer than a launch, so that it matters how it is read."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,20 +51,19 @@ class TreeView:
     max_length: int
     """Most committed tokens of any row in any replay."""
     starts_BT: Tensor | None = None
-    """First committed slot that each token sees; all where there are none."""
+    """First committed slot that each token sees; None for all slots."""
     slot_positions_BS: Tensor | None = None
-    """Position of what is in each slot; needed where bits are to be invariant."""
+    """Position of each slot's content; needed for invariant bits."""
     causal: bool = False
-    """Whether each token of the block sees all before it."""
+    """Whether each token of the block sees all earlier ones."""
     rows_B: Tensor | None = None
-    """Of causal blocks where bits are invariant: rows of the storage that the tokens belong to; all, in order, where there are
-    none."""
+    """For causal blocks with invariant bits: the tokens' rows in the storage; None for all rows in order."""
     kept_K: Tensor | None = None
-    """The tokens that are computed, counted through all rows; all where there are none."""
+    """The tokens to compute, numbered through all rows; None for all."""
 
 
-class Turns(NamedTuple):
-    """Cosines and sines that queries and keys are turned by: of each token, or tables `[P, C]` where positions are given."""
+class Rotation(NamedTuple):
+    """Cosines and sines that rotate queries and keys: of each token, or tables `[P, C]` if positions are given."""
 
     cos: Tensor
     sin: Tensor
@@ -72,7 +71,7 @@ class Turns(NamedTuple):
 
 
 class Packing:
-    """The kept tokens of a block, side by side as `[1, K]`; attention alone sees rows, with gaps where tokens are left out.
+    """The kept tokens of a block, side by side as `[1, K]`; only attention sees rows, with gaps for the skipped tokens.
 
     Parameters
     ----------
@@ -102,7 +101,7 @@ class Packing:
         return spread_XF.index_copy_(0, self._kept_K, values_1KX[0]).view(*self._shape, -1)
 
     def queries(self, query_KH1C: Tensor) -> Tensor:
-        """Return queries of the kept tokens as `[B, H, T, C]`, in one tensor for all layers: the gaps stay as they are."""
+        """Return the kept tokens' queries as `[B, H, T, C]`; all layers share one tensor, whose gaps stay as they are."""
         count, heads, _, channels = query_KH1C.shape
         if self._queries_XF is None:
             self._queries_XF = query_KH1C.new_zeros(self._shape[0] * self._shape[1], heads * channels)
@@ -116,9 +115,9 @@ class FusedBody(FastBody):
     Parameters
     ----------
     invariant : bool
-        Give each token the bits that it has alone, see `polydraft.backends.triton.invariant`, where the body can.
+        If the body can, give each token the same bits as if it were computed alone, see `polydraft.backends.triton.invariant`.
     product : callable, optional
-        Multiplies inputs by weights and adds biases; kernels of our own if not given.
+        Multiplies inputs by weights and adds biases; our own kernels if not given.
     """
 
     leaves_out = False  # it can, but that has not been measured on a GPU: see docs/decisions/065-rows-share-out-nodes.md
@@ -133,27 +132,27 @@ class FusedBody(FastBody):
         self.key_shape = body.layers[0].keys, body.layers[0].channels
         self.invariant = invariant and self.variance is None
         self._product = product or (invariant_linear if self.invariant else linear)
-        self._turns_by_capacity: dict[int, tuple[Tensor, Tensor]] = {}
-        """Cosines and sines of all positions `[P, C]`; they stay, because captured passes read them."""
+        self._rotations: dict[int, tuple[Tensor, Tensor]] = {}
+        """Cosines and sines of all positions `[P, C]`, kept because captured passes read them."""
 
     def __call__(
         self, tokens_BT: Tensor, positions_BT: Tensor, view: TreeView, cache: SlotCache, taps: Sequence[int] = ()
     ) -> Tensor:
-        """Return the last hidden states, after the final norm, and beside them the outputs of the layers `taps`."""
+        """Return the last hidden states, after the final norm, concatenated with the outputs of the layers `taps`."""
         sight = self._sight(view, positions_BT) if self.invariant else None
         packing = None
         if view.kept_K is not None:
             packing = Packing(view.kept_K, (tokens_BT.shape[0], tokens_BT.shape[1]))
             tokens_BT, positions_BT = packing.pack(tokens_BT), packing.column(positions_BT)
         hidden_BTF: Tensor = self._body.embedding(tokens_BT)
-        turns = self._turns(hidden_BTF, positions_BT, cache.capacity)
+        rotation = self._rotation(hidden_BTF, positions_BT, cache.capacity)
         delta_BTF, tapped = None, []
         layers: Sequence[LeanLayer | Int8Layer] = self._body.layers
         for number, layer in enumerate(layers):
             hidden_BTF, normed_BTF = add_norm(hidden_BTF, delta_BTF, layer.input_norm.weight, layer.input_norm.variance_epsilon)
             if number in taps:
                 tapped.append(hidden_BTF)
-            attended_BTF = self._attended(layer, normed_BTF, turns, view, sight, cache, packing)
+            attended_BTF = self._attended(layer, normed_BTF, rotation, view, sight, cache, packing)
             hidden_BTF, normed_BTF = add_norm(hidden_BTF, attended_BTF, layer.mlp_norm.weight, layer.mlp_norm.variance_epsilon)
             delta_BTF = self._through(layer.down, gate(self.product(normed_BTF, layer.gate_up, layer.gate_up_bias)))
         norm = self._body.norm
@@ -164,8 +163,8 @@ class FusedBody(FastBody):
         return features_BTF if packing is None else packing.spread(features_BTF)
 
     def extend(self, context: HFContext, tokens_BT: Tensor, block: Block) -> Tensor | None:
-        """Pass the tokens of a tree; None where it is a long prompt, or a window ends in the tree."""
-        # Most kernels cut off committed text only, so a window must reach over all that is not committed.
+        """Pass the tokens of a tree; None if it is a long prompt, or if the window ends inside the tree."""
+        # Most kernels apply the window to committed text only, so it must cover all that is not committed.
         unfit = block.size > MOST_TOKENS or (context.window is not None and context.window < block.stop)
         if torch.is_grad_enabled() if self.invariant else unfit:
             return None
@@ -183,15 +182,15 @@ class FusedBody(FastBody):
         return self(placed.tokens_BT, placed.positions_BT, view, context.cache, context.model.taps)
 
     def reading(self, context: HFContext, count: int, size: int, most: int) -> Callable[[Tensor], Tensor] | None:
-        """Return a pass that reads prompts, where bits are invariant: then it may be padded."""
+        """Return a pass that reads prompts; only if bits are invariant, because it pads them."""
         if not self.invariant or torch.is_grad_enabled():
             return None
         model, window, limit = context.model, context.window, context.max_positions
-        # All rows, at work or not, so that one capture serves whatever their number is.
+        # All rows, in use or not, so that one capture serves any number of rows.
         all_lengths_B, all_positions_BS = context.every_row("lengths_B"), context.every_row("positions_BS")
 
         def read(values_BX: Tensor) -> Tensor:
-            """Which rows and which tokens they are are values, so that one capture serves for all."""
+            """Read rows and tokens from values, so that one capture serves all of them."""
             rows_B, tokens_BT = values_BX[:, 0].contiguous(), values_BX[:, 1:].clamp(max=model.vocab_size - 1)
             lengths_B = all_lengths_B[rows_B]
             slots_BT = lengths_B[:, None] + torch.arange(size, device=context.device)
@@ -205,27 +204,27 @@ class FusedBody(FastBody):
         return read
 
     def product(self, input_BTX: Tensor, weight_FX: Any, bias_F: Tensor | None) -> Tensor:
-        """Multiply inputs by weights as the body does."""
+        """Multiply inputs by weights in the way the body does."""
         return self._product(input_BTX, weight_FX, bias_F)
 
-    def _turns(self, hidden_BTF: Tensor, positions_BT: Tensor, capacity: int) -> Turns:
-        """Return how far each token is turned: by a table, where positions mean the same in every text."""
-        known = self._turns_by_capacity.get(capacity)
+    def _rotation(self, hidden_BTF: Tensor, positions_BT: Tensor, capacity: int) -> Rotation:
+        """Return the rotation of each token: by a table, if positions mean the same in every text."""
+        known = self._rotations.get(capacity)
         if known is None:
             capture = hidden_BTF.is_cuda and torch.cuda.is_current_stream_capturing()
             if capture or not steady_positions(self._body.rotary.config):
                 cos_BTC, sin_BTC = self._body.rotary(hidden_BTF, position_ids=positions_BT)
-                return Turns(cos_BTC.contiguous(), sin_BTC.contiguous(), None)
+                return Rotation(cos_BTC.contiguous(), sin_BTC.contiguous(), None)
             all_1P = torch.arange(capacity, device=hidden_BTF.device)[None]
             cos_PC, sin_PC = (part[0].contiguous() for part in self._body.rotary(hidden_BTF, position_ids=all_1P))
-            known = self._turns_by_capacity[capacity] = cos_PC, sin_PC
-        return Turns(*known, positions_BT.contiguous())
+            known = self._rotations[capacity] = cos_PC, sin_PC
+        return Rotation(*known, positions_BT.contiguous())
 
     def _attended(
         self,
         layer: LeanLayer | Int8Layer,
         normed_BTF: Tensor,
-        turns: Turns,
+        rotation: Rotation,
         view: TreeView,
         sight: Sight | None,
         cache: SlotCache,
@@ -235,10 +234,10 @@ class FusedBody(FastBody):
         keys_LBHSC, values_LBHSC = cache.held(normed_BTF, layer.keys, layer.channels)
         key_BHSC, value_BHSC = keys_LBHSC[layer.index], values_LBHSC[layer.index]
         slots_BT, rows_B = view.slots_BT, view.rows_B
-        if packing is not None:  # each token is a row of its own
+        if packing is not None:  # every token is a row of its own
             projected_SBTX, slots_BT, rows_B = projected_SBTX.transpose(1, 2), packing.column(slots_BT), packing.rows_K
         query_BHTC = rotate_store(
-            projected_SBTX, turns.cos, turns.sin, slots_BT, key_BHSC, value_BHSC, rows_B, turns.positions_BT
+            projected_SBTX, rotation.cos, rotation.sin, slots_BT, key_BHSC, value_BHSC, rows_B, rotation.positions_BT
         )
         if packing is not None:
             query_BHTC = packing.queries(query_BHTC)
@@ -252,7 +251,7 @@ class FusedBody(FastBody):
         return self._through(layer.output, mixed_BTX if packing is None else packing.pack(mixed_BTX))
 
     def _parts(self, input_BTX: Tensor, weight: Any, bias_F: Tensor | None) -> Tensor:
-        """Multiply inputs by weights, and leave it to the next kernel to add up the parts."""
+        """Multiply inputs by weights; the next kernel adds up the parts."""
         if isinstance(weight, Int8Weight):
             return invariant_parts(input_BTX, weight.data_FX, bias_F, scales_F=weight.scales_F)
         if self.invariant:
@@ -260,7 +259,7 @@ class FusedBody(FastBody):
         return self.product(input_BTX, weight, bias_F)[None]
 
     def _through(self, layer: Module, input_BTX: Tensor) -> Tensor:
-        """Apply a layer, by our own product if it is a plain one; `add_norm` takes parts."""
+        """Apply a layer, by our own product if it is a plain one, in parts for `add_norm`."""
         if is_product(layer):
             assert isinstance(layer, Linear)
             return self._parts(input_BTX, layer.weight, layer.bias)
@@ -280,7 +279,7 @@ class FusedBody(FastBody):
 
 
 def linear(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) -> Tensor:
-    """Return what `torch.nn.functional.linear` does; of a single token with large weights at the speed of their reading."""
+    """Do what `torch.nn.functional.linear` does; for a single token and a large weight, at the speed of reading the weight."""
     if input_BTX.numel() == input_BTX.shape[-1] and weight_FX.nbytes >= _LARGE_WEIGHT and weight_FX.is_contiguous():
         return vector_product(input_BTX, weight_FX, bias_F)
     return functional.linear(input_BTX, weight_FX, bias_F)
@@ -293,7 +292,7 @@ def vector_product(input_BTX: Tensor, weight_FX: Tensor, bias_F: Tensor | None) 
     rows, channels = weight_FX.shape
     assert input_BTX.is_contiguous() and input_BTX.numel() == channels and weight_FX.is_contiguous()
     output_BTF = input_BTX.new_empty(*input_BTX.shape[:-1], rows)
-    block = 2048 if channels % 2048 == 0 else 1024  # the fastest of those tried on an H200, where no lane idles
+    block = 2048 if channels % 2048 == 0 else 1024  # the fastest of those tried on an H200 that leave no lane idle
     kernels.vector_product[(-(-rows // _ROWS),)](
         input_BTX, weight_FX, weight_FX if bias_F is None else bias_F, output_BTF, rows, channels,
         BIAS=bias_F is not None, ROWS=_ROWS, BLOCK=block, num_warps=4,
@@ -325,7 +324,7 @@ def _reads_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: Ten
 
 @implements(multiply_int8, "triton", supports=_reads_int8)
 def fused_int8(input_RX: Tensor, data_FX: Tensor, scales_F: Tensor, bias_F: Tensor | None) -> Tensor:
-    """Multiply by a weight in int8, read once for all rows."""
+    """Multiply by a weight in int8, which is read once for all rows."""
     return invariant_parts(input_RX, data_FX, bias_F, most_apart=0, scales_F=scales_F, dtype=torch.float32)[0]
 
 
@@ -335,10 +334,10 @@ def _multiplies_int8(layer: Module | tuple[Tensor, Tensor | None], int8: bool = 
 
 @implements(fast_product, "triton", supports=_multiplies_int8)
 def int8_product(layer: Module | tuple[Tensor, Tensor | None], int8: bool = False) -> Product:
-    """Return products of a few rows with a weight that is read in int8; many rows are computed, not read."""
+    """Return a product with a weight that is read in int8 for a few rows; many rows are limited by arithmetic and use torch."""
     assert isinstance(layer, tuple)
     (weight_FX, bias_F), (data_FX, scales_F) = layer, rounded(layer[0].detach())
-    data_FX = data_FX[:, : weight_FX.shape[1]].contiguous()  # rows are padded on a CPU
+    data_FX = data_FX[:, : weight_FX.shape[1]].contiguous()  # without the padding for CPUs
 
     def multiply(input_XF: Tensor) -> Tensor:
         if input_XF.numel() > MOST_TOKENS * input_XF.shape[-1]:
@@ -349,7 +348,7 @@ def int8_product(layer: Module | tuple[Tensor, Tensor | None], int8: bool = Fals
 
 
 def _variance(body: LeanBody | Int8Body) -> str | None:
-    """Return why a body that runs fused cannot be invariant, or None."""
+    """Return why a fused body cannot be invariant, or None."""
     if (dtype := body.embedding.weight.dtype) not in FORMATS:
         return f"it computes in bfloat16 or float32, not in {str(dtype).removeprefix('torch.')}"
     if not all(is_product(part) for layer in body.layers for part in (layer.output, layer.down)):
@@ -360,7 +359,7 @@ def _variance(body: LeanBody | Int8Body) -> str | None:
 def add_norm(
     hidden_BTF: Tensor | None, delta: Tensor | None, weight_F: Tensor, epsilon: float, normed_BTF: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return `hidden + delta`, either of which may be None, and its norm times `weight`, in `normed_BTF` if that is given.
+    """Return `hidden + delta`, either of which may be None, and its norm times `weight`, written to `normed_BTF` if given.
 
     `delta` is `[B, T, F]`, or the parts `[S, B, T, F]` of a product, which are added in order.
     """
@@ -397,10 +396,10 @@ def rotate_store(
     rows_B: Tensor | None = None,
     positions_BT: Tensor | None = None,
 ) -> Tensor:
-    """Turn queries and keys, store keys and values in some rows, all if not given, and return the queries `[B, H, T, C]`.
+    """Rotate queries and keys, store keys and values in `rows_B` (all rows if None), and return the queries `[B, H, T, C]`.
 
-    `projected` is `[B, T, X]`, or the parts `[S, B, T, X]` of a product. With positions, cosines and sines are those of all
-    positions, `[P, C]`.
+    `projected` is `[B, T, X]`, or the parts `[S, B, T, X]` of a product. With `positions_BT`, cosines and sines are tables of
+    all positions, `[P, C]`.
     """
     from polydraft.backends.triton import layer_kernels as kernels
 

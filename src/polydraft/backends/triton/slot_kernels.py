@@ -1,7 +1,7 @@
-"""Triton kernels around a pass: where its tokens go, what a head reads, and which tokens stay.
+"""Triton kernels around a pass: where its tokens go, what a head reads, and which tokens are kept.
 
-See `polydraft.backends.triton.slots` and `polydraft.backends.triton.head`. Imported only where Triton is there. Each takes the
-place of five to twenty small operations, which in a captured round take 1 to 2 µs each, whatever they do.
+See `polydraft.backends.triton.slots` and `polydraft.backends.triton.head`. Imported only if Triton is installed. Each replaces
+five to twenty small operations, each of which takes 1 to 2 µs in a captured round, whatever it does.
 """
 
 import triton
@@ -21,10 +21,10 @@ def place_tokens(
     token_row, depth_row, place_row, slot_row, plane,
     PLACES: tl.constexpr, CUT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Say where the tokens of a block go, and put their positions down there; grid [B, blocks of tokens].
+    """Find the slots of a block's tokens, and write their positions there; grid [B, blocks of tokens].
 
-    `placed` are planes `[B, T]`: tokens that a table has, positions, slots and, with `CUT`, the first position that each sees.
-    With `PLACES` these say which of the uncommitted places a token takes; otherwise it is the next one from `start` on.
+    `placed` are planes `[B, T]`: tokens clamped to the vocabulary, positions, slots and, with `CUT`, the first position that
+    each token sees. With `PLACES`, `places` are the tokens' uncommitted places; otherwise these are consecutive from `start`.
     """
     row = tl.program_id(0).to(tl.int64)
     index_T = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -51,7 +51,7 @@ def move_slots(
     key_layer, key_row, key_head, key_slot, value_layer, value_row, value_head, value_slot,
     BLOCK_D: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """Move some uncommitted tokens to the first uncommitted places, in that order; grid [layers, B, key heads]."""
+    """Move some uncommitted tokens to the first uncommitted places, in this order; grid [layers, B, key heads]."""
     layer, row, head = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     rank_D, channel_C = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_C)
     real_D = rank_D < count
@@ -63,7 +63,7 @@ def move_slots(
     value = values + layer * value_layer + row * value_row + head * value_head
     key_DC = tl.load(key + source_D[:, None] * key_slot + channel_C[None, :], mask=real_DC)
     value_DC = tl.load(value + source_D[:, None] * value_slot + channel_C[None, :], mask=real_DC)
-    tl.debug_barrier()  # a slot that one thread overwrites may be what another one reads
+    tl.debug_barrier()  # a thread may overwrite a slot that another one reads
     tl.store(key + target_D[:, None] * key_slot + channel_C[None, :], key_DC, mask=real_DC)
     tl.store(value + target_D[:, None] * value_slot + channel_C[None, :], value_DC, mask=real_DC)
     if (layer == 0) & (head == 0):
@@ -72,13 +72,13 @@ def move_slots(
 
 @triton.jit
 def _normed(value_C, weight_C, channels, epsilon):
-    """Return the root-mean-square norm of some channels, times weights, in float32."""
+    """Return the root-mean-square norm of some channels times weights, in float32."""
     return value_C * tl.rsqrt(tl.sum(value_C * value_C, 0) / channels + epsilon) * weight_C
 
 
 @triton.jit(do_not_specialize=["features", "features_row"])
 def norm_parts(features, weights, normed, epsilon, channels, features_row, BLOCK: tl.constexpr):
-    """Take the norm of each part of some features by itself; grid [rows, parts]."""
+    """Take the norm of each part of some features separately; grid [rows, parts]."""
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel_C = tl.arange(0, BLOCK)
     real_C = channel_C < channels
@@ -94,9 +94,9 @@ def enter_head(
     above_row, above_token, parent_row, embedding_row,
     PDL: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Put norms of features and of embedded tokens side by side; grid [B · T, 2].
+    """Write the normed features and the normed token embeddings next to each other; grid [B · T, 2].
 
-    With `CHOSEN`, `parents` say which of a row's features each token follows.
+    With `CHOSEN`, `parents` says which of a row's features each token follows.
     """
     wait_for_others(PDL)
     let_next_start(PDL)
@@ -120,7 +120,7 @@ def enter_head(
 
 @triton.jit(do_not_specialize=["fresh", "lengths", "outputs_row"])
 def take_roots(outputs, fresh, lengths, roots, channels, outputs_row, BLOCK: tl.constexpr):
-    """Commit all entries of each row but the last, of which there are `fresh`, and return the output of that one; grid [B]."""
+    """Commit each row's `fresh` entries except the last, and return the output of the last; grid [B]."""
     row = tl.program_id(0).to(tl.int64)
     before = tl.maximum(tl.load(fresh + row) - 1, 0)
     channel_C = tl.arange(0, BLOCK)
@@ -136,7 +136,7 @@ def keep_entries(
     tokens_row, path_row, features_row, features_node,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Commit the root's entry and note those that follow it, with the target's features; grid [B, width]."""
+    """Commit the root's entry, and store the entries after it with the target's features; grid [B, width]."""
     row, place = tl.program_id(0).to(tl.int64), tl.program_id(1)
     node = tl.load(path + row * path_row + place)
     out = row * width + place

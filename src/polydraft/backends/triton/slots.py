@@ -1,4 +1,4 @@
-"""Where the tokens of a pass go in the memory of a batch, and which of them stay: one kernel each."""
+"""Where the tokens of a pass go in a batch's cache, and which of them are kept: one kernel each."""
 
 from torch import Tensor
 
@@ -13,7 +13,7 @@ _BLOCK = 64
 """Tokens of a row that one program places."""
 _NO_LIMIT = 2**62
 _LEAST_PLACES, _MOST_PLACES = 8, 64
-"""Paths that are shorter share the kernel of these; longer ones would fill the registers of a program that moves them."""
+"""Shorter paths use the kernel compiled for the first; longer ones than the second would use up a program's registers."""
 
 
 @implements(place, "triton", supports=runs_on_tensors)

@@ -1,8 +1,8 @@
-"""Verification on a GPU, and a round's outcome, in a few kernels; equal numbers give the verdict that torch's operations give.
+"""Verification and a round's outcome on a GPU, in a few kernels, with the same verdicts as torch's operations.
 
-Torch's are hundreds of small operations above temperature 0, some forty at temperature 0 and thirty for the outcome, each of
-which takes a GPU as long as one of these kernels, or longer. `block_kernels` and `follow_kernels` say what they do,
-`polydraft.verify.block` and `polydraft.verify.node` why that is exact.
+Torch takes hundreds of small operations above temperature 0, about forty at temperature 0, and thirty for the outcome, each of
+which takes a GPU at least as long as one of these kernels. `block_kernels` and `follow_kernels` describe what the kernels do,
+`polydraft.verify.block` and `polydraft.verify.node` why it is exact.
 """
 
 from functools import lru_cache
@@ -21,24 +21,25 @@ from polydraft.verify.scheme import Scheme
 from polydraft.verify.walk import TargetDistribution, TreeDistributions, Verdict, all_at_once
 
 _LEAST_DEPTH = 8
-"""Trees that are less deep share the kernel of these."""
+"""Shallower trees use the kernel compiled for this depth."""
 _BLOCK = 1024
-"""Tokens that one program looks at; fewer where programs wait for each other, to add to the same cells."""
+"""Tokens per program; half as many if programs wait for each other to add to the same cells."""
 _FACTS = 5
+"""`block_kernels.FACTS`."""
 _PART = 4096
-"""Tokens that one program looks at, at temperature 0."""
+"""Tokens per program at temperature 0."""
 _LEAST_NODES, _MOST_NODES = 16, 1024
-"""Smaller trees share the kernel of these; of larger ones a program would hold too much at once."""
+"""Smaller trees use the kernel compiled for the first; for trees larger than the second, a program would hold too much."""
 _TILE = 4096
-"""Most children of all nodes, or parts of their logits, that a program looks at in one go."""
+"""Most children of all nodes, or parts of their logits, that a program takes at a time."""
 _COUNTED = 512
-"""Children that the outcome's kernel looks at in one go."""
+"""Children that the outcome's kernel takes at a time."""
 
 
 def _can_verify(
     scheme: Scheme, draft: DraftTree, target_distribution: TargetDistribution, uniforms_BU: Tensor, least_weight: float
 ) -> bool:
-    """Trees that `hybrid` or a bucketed race has drawn, whose distributions are all there."""
+    """Whether `hybrid` or a bucketed race has drawn the trees, and the target's distributions can be computed at once."""
     if threshold_of(scheme) is None or not draft.distributions or not kernels_run(draft.tokens_BN):
         return False
     return all_at_once(target_distribution, draft, draft.distributions[0].shape[-1])
@@ -53,9 +54,9 @@ def _verify_block(
 
 
 class FusedRound:
-    """What the kernels of one verification read and hand on, of the distributions at all nodes.
+    """The inputs and intermediate results of the kernels of one verification.
 
-    R are the *places*, B · N nodes of rows; C are cells, M blocks of tokens.
+    R are the *places*, the B · N nodes; C are cells, M blocks of tokens.
     """
 
     def __init__(self, scheme: Scheme, draft: DraftTree, target_BNV: Tensor, uniforms_BU: Tensor, least_weight: float) -> None:
@@ -73,20 +74,20 @@ class FusedRound:
         self.cells, self.blocks = power_of_two(scheme.buckets), -(-self.size // _BLOCK)
         places = self.batch * self.nodes
         self.cells_R2C, self.outside_R = self._room(places, 2, self.cells), self._room(places)
-        """Weights of the target and of the draft in each cell; the target's of tokens that the draft does not know."""
+        """Target and draft weights in each cell; the target's weight of tokens that the draft does not know."""
         self.known_RK, self.facts_RX = self._room(places, self.count), self._room(places, _FACTS, dtype=torch.int32)
         self.picks_R = self._room(places)
         """Node of the picked child; -1 for none."""
         self.scales_R, self.ratios_R, self.masses_R = self._room(3, places, dtype=torch.float64)
         self.quotients_RC = self._room(places, self.cells, dtype=torch.float64)
-        """Distribution of the picked child, over the draft's weight, by cell."""
+        """The picked child's distribution divided by the draft's weight, by cell."""
         self.sums_BDM = self._room(self.batch, self.depth + 1, self.blocks)
 
     def _room(self, *shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=self.target_BNV.device)
 
     def pick(self) -> None:
-        """Pick a child of every node, as if it were on the path."""
+        """Pick a child of every node, as if the node were on the path."""
         from polydraft.backends.triton import block_kernels as kernels
 
         places, children = self.batch * self.nodes, power_of_two(self.count, LEAST_CHILDREN)
@@ -111,7 +112,7 @@ class FusedRound:
         )  # fmt: skip
 
     def verdict(self) -> Verdict:
-        """Pick, then decide how much of each path is kept."""
+        """Pick children, then decide how much of each path is kept."""
         from polydraft.backends.triton import block_kernels as kernels
 
         self.pick()
@@ -134,7 +135,7 @@ class FusedRound:
 
 @lru_cache(maxsize=256)
 def _starts(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return where each level's distributions begin among all of a row's; made once, before a round is captured."""
+    """Return where each level's distributions begin among all of a row's; cached before a round is captured."""
     return torch.tensor([sum(sizes[:level]) for level in range(len(sizes))], device=device)
 
 
@@ -166,7 +167,7 @@ def _follow_tokens(draft: DraftTree, tokens_BN: Tensor) -> Verdict:
 
 
 def _followed(draft: DraftTree, given: Tensor, parts: int) -> Verdict:
-    """Follow tokens, or keys of so many parts."""
+    """Follow tokens, or keys if there are `parts`."""
     from polydraft.backends.triton import follow_kernels as kernels
 
     batch, nodes = draft.tokens_BN.shape

@@ -1,8 +1,7 @@
-/* Where threads wait for each other: spinning for a moment, then asleep.
+/* A barrier, where threads wait for each other: they spin for a moment, then sleep.
  *
- * OpenMP's own barrier spins for milliseconds. That is well where every thread has a core to itself; beside other busy
- * processes it keeps a core from the very thread that is waited for, 300 times per pass. A thread that sleeps leaves its core
- * to whoever is missing.
+ * OpenMP's own barrier spins for milliseconds. That is fine if every thread has its own core; next to other busy processes it
+ * takes the core from the very thread that it waits for, 300 times per pass. A sleeping thread leaves its core to the late one.
  */
 #if defined(__linux__)
 #include <linux/futex.h>
@@ -13,13 +12,13 @@
 
 typedef struct {
     int32_t round, arrived, asleep, threads;
-    uint64_t last;  /* who came last before, and on which core */
-} Meeting;
+    uint64_t last;  /* the last thread to arrive, and its core */
+} Barrier;
 
-#define SPINS 2000  /* 10 to 100 microseconds: longer than a thread with a core of its own is ever late */
+#define SPINS 2000  /* 10 to 100 microseconds: longer than a thread with its own core is ever late */
 
-/* Whether the thread that came before this one runs on the same core: then it cannot come while this one spins. */
-static int same_core(Meeting *m) {
+/* Whether the last thread to arrive before this one was on the same core: then spinning would only get in its way. */
+static int same_core(Barrier *m) {
 #if defined(__linux__)
     static __thread char self;
     const uint64_t core = (uint64_t)sched_getcpu() & 0xffff, me = (uint64_t)(uintptr_t)&self << 16 | core;
@@ -41,7 +40,7 @@ static void breathe(void) {
 
 static void sleep_while(int32_t *word, int32_t value) {
 #if defined(__linux__)
-    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);  /* returns at once if it has changed */
+    syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);  /* returns at once if the word has changed */
 #else
     if (__atomic_load_n(word, __ATOMIC_ACQUIRE) == value) sched_yield();
 #endif
@@ -55,15 +54,15 @@ static void wake_all(int32_t *word) {
 #endif
 }
 
-/* Return once all threads have come. */
-static void meet(Meeting *m) {
+/* Return once all threads have arrived. */
+static void wait_for_all(Barrier *m) {
     if (m->threads == 1) return;
     const int32_t round = __atomic_load_n(&m->round, __ATOMIC_ACQUIRE);
     const int spins = same_core(m) ? 0 : SPINS;
     if (__atomic_add_fetch(&m->arrived, 1, __ATOMIC_ACQ_REL) == m->threads) {
         __atomic_store_n(&m->arrived, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&m->round, round + 1, __ATOMIC_SEQ_CST);
-        /* Whoever falls asleep says so before looking at the round again: either it sees the new one, or it is seen here. */
+        /* A thread counts itself as asleep before it checks the round again: it either sees the new round or is seen here. */
         if (__atomic_load_n(&m->asleep, __ATOMIC_SEQ_CST)) wake_all(&m->round);
         return;
     }
