@@ -146,3 +146,48 @@ def test_a_pipeline_takes_speculate(model, tokenizer):
     options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
     custom = Speculate("early-exit:2", tree="2x1")
     assert writer(PROMPT, **options, custom_generate=custom) == writer(PROMPT, **options) and custom.stats
+
+
+def _with_a_forward_of_its_own(layer):
+    usual = layer.forward
+    layer.forward = lambda hidden: -2 * usual(hidden)
+
+
+def _with_a_class_of_its_own(layer):
+    usual = type(layer)
+    layer.__class__ = type("Steered", (usual,), {"forward": lambda self, hidden: -2 * usual.forward(self, hidden)})
+
+
+def _with_a_hook(layer):
+    layer.register_forward_hook(lambda layer, inputs, output: -2 * output)
+
+
+@pytest.mark.parametrize("part", ["mlp", "input_layernorm", "self_attn.o_proj"])
+@pytest.mark.parametrize("change", [_with_a_forward_of_its_own, _with_a_class_of_its_own, _with_a_hook])
+def test_layers_that_their_owner_has_changed_do_what_they_do_now(model, tokenizer, part, change):
+    """Code that bypasses a layer knows nothing of the change: steering and patched attention would be lost without a word."""
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    usual, size = model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :].tolist(), ids.shape[1]
+    for layer in model.model.layers:
+        change(layer.get_submodule(part))
+    expected = model.generate(ids, max_new_tokens=12, do_sample=False)[0, size:].tolist()
+    decoder = polydraft.load(model, "early-exit:2", tokenizer=tokenizer, tree="2x1")
+    assert decoder.generate(PROMPT, **GREEDY).token_ids == expected != usual
+
+
+def test_changes_between_two_texts_are_noticed(model, tokenizer):
+    ids = tokenizer(PROMPT, return_tensors="pt")["input_ids"]
+    decoder, speculate = polydraft.load(model, "early-exit:2", tokenizer=tokenizer, tree="2x1"), Speculate(draft="none")
+
+    def texts():
+        options = {"max_new_tokens": 12, "do_sample": False}
+        found = [model.generate(ids, **options), model.generate(ids, custom_generate=speculate, **options)]
+        return [decoder.generate(PROMPT, **GREEDY).token_ids, *(one[0, ids.shape[1] :].tolist() for one in found)]
+
+    usual = texts()
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda layer, inputs, output: -2 * output)
+    hooked = texts()
+    hook.remove()
+    assert texts() == usual != hooked
+    assert all(one == usual[0] for one in usual) and all(one == hooked[0] for one in hooked)
+    assert decoder.target.lean is not None, "without changes they are bypassed again"

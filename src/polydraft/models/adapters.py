@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from polydraft.errors import UsageError, first_line
+from polydraft.models.bodies import is_altered
 from polydraft.models.families import quantised_by
 
 logger = logging.getLogger(__name__)
@@ -49,9 +50,10 @@ def _addresses(weights: Iterable[Any]) -> tuple[int, ...]:
 
 
 class Weights:
-    """A model's weights and the layers that have adapters.
+    """A model's weights, the layers that have adapters, and those that its owner has altered.
 
-    They are looked up once, because that takes milliseconds. `is_current` notices adapters that PEFT adds later.
+    They are looked up once, because that takes milliseconds. `is_current` notices adapters that PEFT adds later, and hooks and
+    forwards that change what a layer does.
     """
 
     def __init__(self, model: Any) -> None:
@@ -61,6 +63,8 @@ class Weights:
         found = model.modules() if self._adapters else ()
         self._layers = [layer for layer in found if all(hasattr(layer, name) for name in switched)]
         self._addresses = _addresses(self._weights)
+        self._modules = list(model.modules())
+        self._altered = self._altered_now
 
     @property
     def adapted(self) -> bool:
@@ -72,10 +76,15 @@ class Weights:
         """Whether weights and adapters are still the same objects in the same places."""
         now = _adapters(self._model)
         same = now.keys() == self._adapters.keys() and all(now[name] is self._adapters[name] for name in now)
-        return same and _addresses(self._weights) == self._addresses
+        return same and _addresses(self._weights) == self._addresses and self._altered_now == self._altered
+
+    @property
+    def _altered_now(self) -> tuple[int, ...]:
+        """Which modules are altered now."""
+        return tuple(number for number, module in enumerate(self._modules) if is_altered((module,)))
 
     def mark(self) -> Hashable:
-        """Return a value that changes when weights change or an adapter is switched."""
+        """Return a value that changes when weights change, an adapter is switched or a layer is altered."""
         versions = tuple(0 if weight.is_inference() else weight._version for weight in self._weights)
         switches = tuple(
             (
@@ -86,7 +95,7 @@ class Weights:
             )
             for layer in self._layers
         )
-        return self._addresses, versions, switches
+        return self._addresses, versions, switches, self._altered
 
 
 def _adapters(model: Any) -> dict[str, Any]:

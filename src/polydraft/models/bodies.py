@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from polydraft.models.hf_context import HFContext
 
 _MODEL_TYPES = {"llama", "mistral", "qwen2"}
+_KNOWN_PACKAGES = ("torch.", "transformers.", "polydraft.")
 
 
 class FastBody(ABC):
@@ -160,15 +161,24 @@ def is_llama_shaped(model: Any) -> bool:
     return model.config.model_type in _MODEL_TYPES and model.config.hidden_act == "silu"
 
 
-def has_hooks(modules: Iterable[nn.Module]) -> bool:
-    """Whether some modules have hooks (of adapters, say), which code that bypasses the modules would not run."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in modules)
+def is_altered(modules: Iterable[nn.Module]) -> bool:
+    """Whether some modules do more than their classes in torch or transformers, which code that bypasses them would miss.
+
+    They may have hooks (of adapters, say), a `forward` of their own, or a class from elsewhere.
+    """
+    return any(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or "forward" in vars(module)
+        or not type(module).__module__.startswith(_KNOWN_PACKAGES)
+        for module in modules
+    )
 
 
 def is_product(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
     """Whether a layer is a plain product of this kind: no hooks, no adapter, no special weight type."""
-    unchanged = type(layer) is kind and "forward" not in vars(layer) and not has_hooks([layer])
-    return unchanged and (kind is not nn.Linear or type(layer.weight) is nn.Parameter)
+    plain = type(layer) is kind and not is_altered([layer])
+    return plain and (kind is not nn.Linear or type(layer.weight) is nn.Parameter)
 
 
 def lean_body(model: Any) -> LeanBody | None:
@@ -181,7 +191,7 @@ def lean_body(model: Any) -> LeanBody | None:
         and all(type(part) is nn.Linear and type(part.weight) is nn.Parameter for part in linears(body))
         # Weights made in inference mode cannot become views without breaking the model for its owner.
         and not any(parameter.is_inference() for parameter in body.parameters())
-        and not has_hooks(body.modules())
+        and not is_altered(body.modules())
         and len({parameter.device for parameter in body.parameters()}) == 1
     )
     return LeanBody(body) if plain else None

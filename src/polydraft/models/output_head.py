@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.models.bodies import has_hooks, is_llama_shaped, is_product
+from polydraft.models.bodies import is_altered, is_llama_shaped, is_product
 from polydraft.models.products import Product, by_rows, fast_product
 from polydraft.sampling import PartialVocabulary
 
@@ -20,7 +20,7 @@ def stands_alone(model: Any, device: torch.device) -> bool:
     if model.base_model is model:
         return False
     own = type(model).__module__.startswith("transformers.models.") and "forward" not in vars(model)
-    if own and is_llama_shaped(model) and not has_hooks([model, model.base_model]):
+    if own and is_llama_shaped(model) and not is_altered([model, model.base_model]):
         return True  # known without the passes below, which read all weights twice
     tokens_BT = torch.tensor([[0, 1]], device=device)
     logits_BTV = model(input_ids=tokens_BT, use_cache=False).logits

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from polydraft.errors import UsageError
-from polydraft.models.bodies import FusedLayer, adjacent, has_hooks, is_llama_shaped, linears
+from polydraft.models.bodies import FusedLayer, adjacent, is_altered, is_llama_shaped, linears
 from polydraft.models.families import quantised_by
 from polydraft.operations import operation
 
@@ -120,7 +120,7 @@ def is_int8_llama(model: Any) -> bool:
     if not (is_quantised(model) and is_llama_shaped(model)):
         return False
     body = model.base_model
-    return all(type(part) is Int8Linear for part in linears(body)) and not has_hooks(body.modules())
+    return all(type(part) is Int8Linear for part in linears(body)) and not is_altered(body.modules())
 
 
 def kernels_missing(device: torch.device | None = None) -> str | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from polydraft.errors import UsageError
-from polydraft.models.bodies import has_hooks
+from polydraft.models.bodies import is_altered
 from polydraft.models.cache import SlotCache
 from polydraft.models.families import FULL, SLIDING
 
@@ -32,8 +32,8 @@ class GPTNeoBody:
         self._body = model.base_model
         bypassed = [self._body, *self._body.h, *(block.attn for block in self._body.h)]
         bypassed += [block.attn.attention for block in self._body.h]
-        if has_hooks(bypassed):
-            obstacle = obstacle or "its layers have hooks"
+        if is_altered(bypassed):
+            obstacle = obstacle or "its layers were changed: they have hooks, or a forward of their own"
         if obstacle is not None:
             raise UsageError(f"model type {GPT_NEO!r} works only unchanged and on one device, but {obstacle}; load it as it is")
 
