@@ -47,7 +47,7 @@ class WorkerOptions:
     workers: int = 1
     """With --ray: number of processes, each with its own copy of the model."""
     worker_cpus: float = 1.0
-    """With --ray: CPUs, and so threads, per worker."""
+    """With --ray: CPUs per worker, which computes with as many threads."""
     worker_gpus: float = 0.0
     """With --ray: GPUs per worker."""
 

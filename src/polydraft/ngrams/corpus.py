@@ -1,6 +1,6 @@
-"""The corpus cache of Self-Draft: what usually follows a few tokens, counted in a large text beforehand.
+"""The corpus cache of Self-Draft: what usually follows a few tokens, counted in a large text in advance.
 
-"Longer prefixes and higher frequencies receive higher priority" [1]_. Prefix and continuation together are a counted n-gram, so
+"Longer prefixes and higher frequencies receive higher priority" [1]_. A prefix with its continuation is a counted n-gram, so
 shorter prefixes have longer continuations.
 
 References
@@ -37,9 +37,9 @@ SHIPPED_CORPORA = {"smollm2-corpus": Path(__file__).parent.parent / "drafts" / "
 
 
 def load_corpus(name: str | Path, fingerprint: str | None) -> GramTrie | None:
-    """Load a corpus cache: a file, a shipped one by name, ``"none"``, or ``"auto"``.
+    """Load a corpus cache: a file, a shipped one by name, or ``"auto"``, the shipped one for the tokenizer of this fingerprint.
 
-    ``"auto"`` is the shipped one that was made with the tokenizer of this fingerprint, and None if there is none.
+    Return None for ``"none"``, and for ``"auto"`` if none fits.
     """
     if name == "none":
         return None
@@ -56,16 +56,16 @@ def load_corpus(name: str | Path, fingerprint: str | None) -> GramTrie | None:
 
 
 _MOST_KNOWN = 20_000
-"""Nodes whose children or ways are kept for the next time; some megabytes."""
+"""Nodes whose children or ways are cached; some megabytes."""
 
 Found = TypeVar("Found")
 
 
 class _Known(dict[int, Found]):
-    """What was looked up in a corpus, by node; all texts share it, because a corpus does not change."""
+    """Cache of look-ups in a corpus, by node. A corpus does not change, so all texts share it."""
 
     def note(self, node: int, found: Found) -> Found:
-        """Keep what was looked up; start over when there is too much."""
+        """Cache what was found, and return it; start over when the cache is full."""
         if len(self) >= _MOST_KNOWN:
             self.clear()
         self[node] = found
@@ -73,7 +73,7 @@ class _Known(dict[int, Found]):
 
 
 class _CorpusMemory(ContinuationMemory):
-    """The text's last tokens, and the n-grams that they are looked up in."""
+    """Keeps the text's last tokens, and the trie in which they are looked up."""
 
     def __init__(self, trie: GramTrie | None, ways: _Known[list[Way]], children: _Known[dict[int, int]]) -> None:
         self._trie, self._ways, self._children = trie, ways, children
@@ -85,7 +85,7 @@ class _CorpusMemory(ContinuationMemory):
 
     def read(self, tokens: Sequence[int]) -> None:
         if self._trie is not None:
-            most = len(self._trie.level_sizes) - 1  # the longest n-grams that anything follows
+            most = len(self._trie.level_sizes) - 1  # length of the longest n-grams with a continuation
             self._tail = [*self._tail, *tokens[-most:]][-most:]
 
     def matches(self, count: int, length: int) -> list[Match]:
@@ -113,7 +113,7 @@ class _CorpusMemory(ContinuationMemory):
         return place
 
     def step(self, place: list[int], token: int) -> list[int]:
-        """Append a token to each n-gram; those that are not in the corpus drop out, and one of a single token begins."""
+        """Append a token to each n-gram, drop those that are not in the corpus, and add that of the token alone."""
         trie = self._trie
         if trie is None:
             return []
@@ -129,7 +129,7 @@ class _CorpusMemory(ContinuationMemory):
         return found if top == ABSENT else [*found, top]
 
     def ways(self, place: list[int], width: int) -> list[Way]:
-        """Return what followed the last tokens most often, then what followed fewer of them."""
+        """Return what followed the longest n-gram, most frequent first, then what followed shorter ones."""
         if not place:
             return []
         # The longest n-gram ends with all others, so it identifies the place.
@@ -151,7 +151,7 @@ class _CorpusMemory(ContinuationMemory):
 
 
 class CorpusCache(GramCache):
-    """What usually follows the last few tokens, counted in a corpus beforehand."""
+    """Proposes what usually follows the last few tokens, counted in a corpus in advance."""
 
     name = "corpus"
     has_tensors = True
