@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from polydraft.defaults import NONE
 from polydraft.devices import captures, cpu_facts, cpu_name, dtype_name
 from polydraft.errors import UsageError, first_line
 from polydraft.models.fingerprint import digest_of, model_fingerprint, package_version
@@ -20,7 +21,6 @@ from polydraft.output import cache_root, written_whole
 
 logger = logging.getLogger(__name__)
 
-NONE = "none"
 VARIABLE = "POLYDRAFT_PROFILE"
 """Environment variable that replaces ``profile="auto"``: none, or a file."""
 _FORMAT = 2

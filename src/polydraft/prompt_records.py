@@ -21,7 +21,7 @@ _BUILTIN_FILE = "builtin_prompts.jsonl"
 _HUB = "hf:"
 _ALLOWED = f"allowed: {BUILTIN!r}, the path of a file or a folder, or {_HUB}NAME[:SPLIT]"
 _PARQUET = ".parquet"
-_GZIP_MAGIC = b"\x1f\x8b"
+GZIP_MAGIC = b"\x1f\x8b"
 
 Record = Mapping[str, Any]
 """One row of a dataset, keys as in its file."""
@@ -103,7 +103,7 @@ def _read_text(path: str, source: str) -> str:
         raise UsageError(
             f"prompt file {source!r} cannot be read ({reason}); {_ALLOWED}; check the file and its permissions"
         ) from None
-    if content.startswith(_GZIP_MAGIC):
+    if content.startswith(GZIP_MAGIC):
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:

@@ -13,9 +13,8 @@ from typing import IO, Any, cast
 
 from polydraft.errors import FailureError, UsageError, check_ranges
 from polydraft.output import cannot_write, check_same, read_settings, write_text
-from polydraft.prompt_records import in_array, names_json, record_in
+from polydraft.prompt_records import GZIP_MAGIC, in_array, names_json, record_in
 
-_GZIP = b"\x1f\x8b"
 _FREE = {"slots", "slot_tokens", "chunk_tokens"}
 """Settings that a resumed run may change: they affect speed, and the results only of texts that do not fit."""
 
@@ -94,7 +93,7 @@ class PromptFile:
     def _opened(self) -> IO[bytes]:
         try:
             with self.path.open("rb") as file:
-                packed = file.read(2) == _GZIP
+                packed = file.read(2) == GZIP_MAGIC
             return cast(IO[bytes], gzip.open(self.path)) if packed else self.path.open("rb")
         except OSError as error:
             raise UsageError(f"cannot read {self.path} ({error.strerror}); give a file of prompts, one per line") from None

@@ -75,7 +75,7 @@ class _Known(dict[int, Found]):
 class _CorpusMemory(ContinuationMemory):
     """Keeps the text's last tokens, and the trie in which they are looked up."""
 
-    def __init__(self, trie: GramTrie | None, ways: _Known[list[Way]], children: _Known[dict[int, int]]) -> None:
+    def __init__(self, trie: GramTrie, ways: _Known[list[Way]], children: _Known[dict[int, int]]) -> None:
         self._trie, self._ways, self._children = trie, ways, children
         self._tail: list[int] = []
 
@@ -84,15 +84,12 @@ class _CorpusMemory(ContinuationMemory):
         self._tail = []
 
     def read(self, tokens: Sequence[int]) -> None:
-        if self._trie is not None:
-            most = len(self._trie.level_sizes) - 1  # length of the longest n-grams with a continuation
-            self._tail = [*self._tail, *tokens[-most:]][-most:]
+        most = len(self._trie.level_sizes) - 1  # length of the longest n-grams with a continuation
+        self._tail = [*self._tail, *tokens[-most:]][-most:]
 
     def matches(self, count: int, length: int) -> list[Match]:
         """Return what followed the text's last tokens in the corpus: longest prefix first, then most frequent first."""
         trie, found = self._trie, Distinct(count)
-        if trie is None:
-            return []
 
         def steps(node: int) -> list[Step]:
             return trie.steps(node, count)
@@ -107,25 +104,22 @@ class _CorpusMemory(ContinuationMemory):
 
     def end(self) -> list[int]:
         """Return the nodes of the text's last tokens, the longest n-gram first."""
-        trie, place = self._trie, list[int]()
-        for token in self._tail if trie is not None else ():
+        place = list[int]()
+        for token in self._tail:
             place = self.step(place, token)
         return place
 
     def step(self, place: list[int], token: int) -> list[int]:
         """Append a token to each n-gram, drop those that are not in the corpus, and add that of the token alone."""
-        trie = self._trie
-        if trie is None:
-            return []
         found = []
         for node in place:
             known = self._children.get(node)
             if known is None:
-                known = self._children.note(node, trie.children(node))
+                known = self._children.note(node, self._trie.children(node))
             child = known.get(token)
             if child is not None:
                 found.append(child)
-        top = trie.top(token)
+        top = self._trie.top(token)
         return found if top == ABSENT else [*found, top]
 
     def ways(self, place: list[int], width: int) -> list[Way]:
@@ -140,7 +134,6 @@ class _CorpusMemory(ContinuationMemory):
 
     def _looked_up(self, place: list[int]) -> list[Way]:
         trie, found = self._trie, dict[int, float]()
-        assert trie is not None
         for node in place:
             for cost, token, _ in trie.steps(node, MOST_WAYS):
                 if token not in found and len(found) < MOST_WAYS:
@@ -179,6 +172,7 @@ class CorpusCache(GramCache):
 
     def open(self) -> _CorpusMemory:
         """Return the memory of a new text."""
+        assert self._trie is not None, "an empty cache has no memories"
         return _CorpusMemory(self._trie, self._ways, self._children)
 
 

@@ -181,10 +181,8 @@ class _SuffixMemory(GramMemory):
 
     def reset(self) -> None:
         self._automaton = SuffixAutomaton()
-        self._text: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> None:
-        self._text.extend(tokens)
         self._automaton.extend(tokens)
 
     def end(self) -> tuple[int, int]:

@@ -149,12 +149,11 @@ class Service:
     def _tokens(self, encoder: Decoder, wanted: CompletionRequest, most: int | None = None) -> list[list[int]]:
         """Return the prompts as token ids; refuse a prompt whose beginning already has far more than `most` tokens."""
         try:
-            texts = (
-                [self._chat_text(encoder, wanted)] if wanted.chat else [one for one in wanted.prompts if isinstance(one, str)]
-            )
+            prompts = [self._chat_text(encoder, wanted)] if wanted.chat else wanted.prompts
+            texts = [prompt for prompt in prompts if isinstance(prompt, str)]
             if most is not None and any(surely_exceeds(text, most, encoder.tokenizer) for text in texts):
                 raise self._too_long(f"more than {most}", wanted)
-            return [encoder.encode_chat(texts[0])] if wanted.chat else [encoder.encode(prompt) for prompt in wanted.prompts]
+            return [encoder.encode_chat(text) for text in texts] if wanted.chat else list(map(encoder.encode, prompts))
         except UsageError as error:
             raise from_library(error, wanted.prompt_name) from None
 
@@ -172,14 +171,14 @@ class Service:
 
     def _parsers(self, wanted: CompletionRequest) -> tuple[list[Parser], Grammar | None]:
         """Return a parser for each text of a chat, and the grammar of forced calls."""
-        if not wanted.chat or wanted.grammar is not None or not (wanted.tools or self._forms.may_have_parts):
+        tools = wanted.tools
+        if not wanted.chat or wanted.grammar is not None or not (tools or self._forms.may_have_parts):
             return [], None
         with self._encoding:
-            prompt = self._encoder.chat_text(wanted.messages, wanted.tools.rendered if wanted.tools else None)
+            prompt = self._encoder.chat_text(wanted.messages, tools.rendered if tools else None)
             tokens = self._encoder.tokenizer.added_tokens_encoder
-        return [parser_of(self._forms, wanted.tools, prompt) for _ in range(wanted.n)], (
-            grammar_of(self._forms, wanted.tools, prompt, tokens) if wanted.tools and wanted.tools.forced else None
-        )
+        parsers = [parser_of(self._forms, tools, prompt) for _ in range(wanted.n)]
+        return parsers, grammar_of(self._forms, tools, prompt, tokens) if tools and tools.forced else None
 
     def prepare(self, wanted: CompletionRequest, loop: asyncio.AbstractEventLoop, space: str = "") -> Request:
         """Tokenize the prompts of a request, check them against the model, and make its sequences."""
