@@ -62,7 +62,7 @@ class Option:
         return next((part for part in get_args(self.annotation) if part is not NoneType), self.annotation)
 
     def read(self, text: str) -> Any:
-        """Parse the string behind ``short=``; the dataclass checks the value."""
+        """Parse the string after ``short=``; the dataclass checks the value."""
         try:
             if self.kind is bool:
                 return _YES[text] != self.name.startswith("no_")
@@ -170,7 +170,7 @@ def _parameters(kind: Any) -> list[inspect.Parameter]:
 
 
 def _documented(doc: str | None, kind: Any) -> str:
-    """Insert a section of parameters behind a docstring's first paragraphs, before its other sections."""
+    """Insert a section of parameters after a docstring's first paragraphs, before its other sections."""
     described = {option.name: option for option in options_in(kind)}
     lines = ["", "Parameters", "----------"]
     for parameter in _parameters(kind):

@@ -99,8 +99,8 @@ class Speculate:
     -----
     Logits processors other than temperature, top-k, top-p, min-p and repetition penalty are called for one row at a time, with
     the arguments that plain `generate` would pass, padding and row number included.
-    A processor must depend only on its arguments. It is never called behind an end-of-text token, a stop string or the last
-    token, but may be called behind the end that your own stopping criterion sets, as far as a tree reaches.
+    A processor must depend only on its arguments. It is never called after an end-of-text token, a stop string or the last
+    token, but may be called beyond the end that your own stopping criterion sets, as far as a tree reaches.
     `generate` does not pass on its `tokenizer` argument: instead of ``stop_strings=``, use
     ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
 

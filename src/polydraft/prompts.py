@@ -118,7 +118,7 @@ def _passage_answers(record: Record) -> list[object]:
 
 
 def _last_line(record: Record) -> list[object]:
-    """Return the result, which stands behind ``####`` in the worked solution."""
+    """Return the result, which follows ``####`` in the worked solution."""
     _, marked, result = str(record.get("answer")).rpartition("####")
     return [result] if marked else []
 

@@ -26,7 +26,7 @@ class BatchOptions:
     slots: int = 8
     """Texts to generate at the same time."""
     slot_tokens: int = 2048
-    """Most tokens per text, including its prompt; all slots reserve memory for this many."""
+    """Most tokens per text, including its prompt; on a GPU, every slot reserves memory for this many."""
     chunk_tokens: int = 1024
     """Most prompt tokens to read between two rounds of the texts that are already being written."""
     max_row_bytes: int = 2**20
@@ -105,7 +105,7 @@ class PromptFile:
             raise UsageError(f"cannot read {self.path} ({error}); give a whole file of prompts, one per line") from None
 
     def rows(self, after: int = 0) -> Iterator[Row]:
-        """Yield the rows behind line `after`."""
+        """Yield the rows after line `after`."""
         with self._opened() as file:
             for number in itertools.count(1):
                 line = file.readline(self._most + 2)
@@ -166,7 +166,7 @@ class Totals:
 
 
 class Results:
-    """Results that are counted but not written: tensor-parallel followers leave that to the leader."""
+    """Results that are not written: tensor-parallel followers leave that to the leader."""
 
     def __init__(self) -> None:
         self.totals = Totals()

@@ -19,7 +19,7 @@ from polydraft.serve.lane import Lane, LaneOptions, fitting_pool, fitting_prefix
 from polydraft.serve.request import Request
 
 _LEAST_WINDOW = 1024
-"""Rows that may be in memory at least: results wait there for those of earlier rows."""
+"""How many rows may be in memory, at least: results wait there for those of earlier rows."""
 
 Observer = Callable[[int, Totals], None]
 """Called with the number of the last row written, and the totals."""

@@ -21,11 +21,11 @@ _MOST_UPDATES = 32
 """Most states whose counts are updated per token, longest first. In ordinary text, fewer are affected. Without a limit,
 repetitive text (a thousand times the same token) would take quadratic time; with it, its counts are slightly too low."""
 _Copy = tuple[int, int]
-"""Number of tokens that match, and the position in the text behind them."""
+"""Number of tokens that match, and the position in the text after them."""
 
 
 class _LookupMemory(GramMemory):
-    """Keeps a text with an index of its n-grams: the places behind each."""
+    """Keeps a text with an index of its n-grams: the places after each."""
 
     def __init__(self, max_match: int) -> None:
         self._max_match = max_match
@@ -33,7 +33,7 @@ class _LookupMemory(GramMemory):
 
     def reset(self) -> None:
         self._text: list[int] = []
-        # For n = 1, 2, ...: the latest place behind each n-gram, and for each place the previous one behind the same n-gram. No
+        # For n = 1, 2, ...: the latest place after each n-gram, and for each place the previous one after the same n-gram. No
         # n-gram ends before place 1, so 0 means none.
         self._latest: list[dict[tuple[int, ...], int]] = [{} for _ in range(self._max_match)]
         self._earlier: list[list[int]] = [[0] * size for size in range(1, self._max_match + 1)]
@@ -51,7 +51,7 @@ class _LookupMemory(GramMemory):
                 place += 1
 
     def end(self) -> tuple[tuple[int, ...], list[_Copy]]:
-        """Return an empty path, and the places behind earlier occurrences of the text's end."""
+        """Return an empty path, and the places after earlier occurrences of the text's end."""
         return (), self._copies(())
 
     def step(self, place: tuple[tuple[int, ...], list[_Copy]], token: int) -> tuple[tuple[int, ...], list[_Copy]]:
@@ -127,7 +127,7 @@ class SuffixAutomaton:
         self.counts: list[int] = [0]
         """How often the n-grams have occurred."""
         self.latest: list[int] = [0]
-        """Place behind their last occurrence."""
+        """Place after their last occurrence."""
 
     def extend(self, tokens: Iterable[int]) -> None:
         """Append tokens to the text."""
@@ -239,7 +239,7 @@ class SuffixCache(GramCache):
     name = "suffix"
     has_tensors = True
     longest_match = 12
-    """Longer matches are not any likelier. On a device, matches are found as by `lookup`: the most recent come first."""
+    """Longer matches are no better. On a device, matches are those of `lookup`, only longer: the most recent come first."""
 
     def open(self) -> _SuffixMemory:
         """Return the memory of a new text."""

@@ -1,7 +1,7 @@
 """A predicted text as an n-gram memory: it is followed while the text agrees, and found again after an edit.
 
 The place in the prediction moves on with the text. When the text deviates, its last tokens are looked up in the prediction:
-the longest match counts, and of equal ones the next one behind the place that was lost, as in comparing a file with its edited
+the longest match counts, and of equal ones the next one after the place that was lost, as in comparing a file with its edited
 copy. The probability of the next token depends on how many tokens match, and on how often such proposals were right in this
 text, so a wrong prediction is no longer proposed after a few rounds.
 """
@@ -16,9 +16,9 @@ PREDICTION = "prediction"
 _LONGEST, _LEAST = 16, 2
 """Most tokens of the text's end that are compared, and how many must match at a distant place."""
 _NEAR = 8
-"""Tokens behind a lost place within which one matching token, or none, is enough: a word was replaced or left out."""
+"""Tokens after a lost place within which one matching token, or none, is enough: a word was replaced or left out."""
 _MOST_VISITS = 32
-"""Most places before the lost one, and behind it, that are compared: repetitive text has many."""
+"""Most places before the lost one, and after it, that are compared: repetitive text has many."""
 _FIRM = 4
 """Matching tokens that make a place an anchor, where searches start; the beginning is the first anchor."""
 _CHANCES = (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.97)

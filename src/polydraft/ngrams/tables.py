@@ -1,6 +1,6 @@
 """N-grams as tensors: proposals for all rows at once inside a captured round, where the host cannot look at values.
 
-A candidate is a *path* of tokens behind the text's end. A path is identified by its *mark*, a rolling hash: the sum of
+A candidate is a *path* of tokens after the text's end. A path is identified by its *mark*, a rolling hash: the sum of
 (token + 1) · base^depth modulo 2^64. The mark of a longer path is that of its prefix plus one term, and equal paths from
 different sources have equal marks. If two different paths collide, a candidate is wasted.
 """
@@ -37,7 +37,7 @@ def powers(device: torch.device) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Paths:
-    """Candidates of a batch, X per row: each is the last token of a path behind the text's end."""
+    """Candidates of a batch, X per row: each is the last token of a path after the text's end."""
 
     numbers_BX3: Tensor
     """Token, depth and mark of each candidate, in one tensor because every launch costs time."""
@@ -66,7 +66,7 @@ class Texts(ByRow):
     def __init__(self, batch_size: int, match: int, order: int, count: int, device: torch.device) -> None:
         self.start, self._match, self._count = max(match, order), match, count
         self.tokens_BL = torch.full((batch_size, self.start + count), NO_TOKEN, device=device)
-        """Texts begin at `start`, behind padding; entries behind a text are undefined."""
+        """Texts begin at `start`, after padding; entries after a text are undefined."""
         self.lengths_B = torch.ones(batch_size, dtype=torch.long, device=device)
         self._earlier_PP = torch.ones(count, count, dtype=torch.bool, device=device).tril(-1)[:, :, None]
         chances = [[match_chance(size, rank) for rank in range(_RANKS)] for size in range(_SIZES)]
@@ -241,7 +241,7 @@ class CorpusTables:
         return torch.stack(kept[:3], dim=-1), kept[-1]
 
     def paths(self, windows_BXO: Tensor, stems: Paths) -> Paths:
-        """Return the candidates behind X paths of each row; windows are the last tokens of text and path."""
+        """Return the candidates after X paths of each row; windows are the last tokens of text and path."""
         states_BX = self.states(windows_BXO)
         depths_BX = stems.numbers_BX3[..., 1]
         # Depths add up, and so do marks, after those of the tree are shifted by the path's depth. Tokens stay.

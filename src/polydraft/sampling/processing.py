@@ -14,9 +14,9 @@ from polydraft.sampling.vocabulary import PartialVocabulary
 
 
 class UntilEnd:
-    """A logits processor that is not called for nodes behind the end of the text.
+    """A logits processor that is not called for nodes beyond the end of the text.
 
-    A tree may have nodes behind an end-of-text token, a stop string, or the last token of the limit. Nothing drawn there is
+    A tree may have nodes after an end-of-text token, a stop string, or the last token of the limit. Nothing drawn there is
     emitted, so any distribution does; but a processor might fail there, for example one that looks up whole texts.
 
     Parameters
@@ -31,12 +31,12 @@ class UntilEnd:
         self.__name__ = getattr(processor, "__name__", type(processor).__name__)
 
     def __call__(self, input_ids: Tensor, scores_1V: Tensor) -> Tensor:
-        """Return the processed scores; behind the end of the text, return them unchanged."""
+        """Return the processed scores; beyond the end of the text, return them unchanged."""
         return scores_1V if self._ended(input_ids[0].tolist()) else self.processor(input_ids, scores_1V)
 
 
 def until_end(params: SamplingParams, ended: Callable[[Sequence[int]], bool]) -> SamplingParams:
-    """Return the parameters with processors that are not called behind the end of the text."""
+    """Return the parameters with processors that are not called beyond the end of the text."""
     if not params.processors:
         return params
     return dataclasses.replace(params, processors=tuple(UntilEnd(one, ended) for one in params.processors))

@@ -54,7 +54,7 @@ _ERRORS = {
     "round_failed": (500, "the round of this text failed; the server's log says why; try again"),
     "unexpected": (500, "this request failed unexpectedly; the server's log says why"),
 }
-"""By code: status and message."""
+"""Status and message by code."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 

@@ -15,7 +15,7 @@ _NAME = r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?"
 _UNIT = re.compile(r'<[|/]?\w+\|?>|\[\w+\]|"\w+"|\S')
 """A piece of text without white space inside: a marker, a key, one character."""
 _ID = r'(?:\s*,\s*"id"\s*:\s*"\w*")?'
-"""An id behind the arguments: some models copy those that they saw in the conversation."""
+"""An id after the arguments: some models copy ids from the conversation."""
 
 
 @dataclass(frozen=True)
@@ -136,10 +136,10 @@ class ChatForms:
     def of(cls, tokenizer: Any) -> "ChatForms":
         """Recognise the forms of a tokenizer's chat template."""
         templates = getattr(tokenizer, "chat_template", None) or ""
-        said = "".join(templates.values()) if isinstance(templates, Mapping) else templates
+        chat = "".join(templates.values()) if isinstance(templates, Mapping) else templates
         own = getattr(tokenizer, "response_template", None)
-        thought = next((pair for pair in THOUGHTS if pair[1] in said), None)
-        return cls(None if own else _first(_FORMS, said), own or _first(_TEMPLATES, said), thought)
+        thought = next((pair for pair in THOUGHTS if pair[1] in chat), None)
+        return cls(None if own else _first(_FORMS, chat), own or _first(_TEMPLATES, chat), thought)
 
     @property
     def has_calls(self) -> bool:
@@ -162,8 +162,9 @@ class ChatForms:
         return "".join(self.thought or ()) + ("" if self.form is None else self.form.text) + re.sub(r"\\+", "", template)
 
 
-def _first(table: Mapping[tuple[str, ...], Any], said: str) -> Any:
-    return next((found for marks, found in table.items() if all(mark in said for mark in marks)), None)
+def _first(table: Mapping[tuple[str, ...], Any], template: str) -> Any:
+    """Return the first entry whose markers are all in a chat template, or None."""
+    return next((entry for marks, entry in table.items() if all(mark in template for mark in marks)), None)
 
 
 def marker_tokens(tokenizer: Any, forms: ChatForms, ends: Sequence[int]) -> frozenset[int]:

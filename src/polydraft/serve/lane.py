@@ -31,11 +31,11 @@ from polydraft.trees import DynamicShape, Topology, parse_dynamic, parse_tree
 
 _LOGGER = logging.getLogger("polydraft.serve")
 LEAST_TOKENS, _MOST_TOKENS, _STEP = 2048, 16384, 256
-"""Default size of a slot: tokens at least, at most, and in steps of this many."""
+"""Default tokens per slot: minimum, maximum, and step."""
 _MOST_ON_HOST, _LEAST_ROOM = 4e9, 1e9
-"""Default bytes for all texts: at most on a CPU, and where the system does not say how much memory is free."""
+"""Default bytes for all texts: the maximum on a CPU, and the value if free memory is unknown."""
 _MOST_PREFIXES_ON_HOST, _LEAST_PREFIXES = 1e9, 2**27
-"""Default bytes for shared beginnings, likewise."""
+"""The same for shared beginnings."""
 _SHORT = 4
 """Prompt tokens of the text that `Lane.reserve` generates."""
 _MOST_NODES, _MOST_LEVELS = 128, 16
@@ -58,7 +58,7 @@ class LaneOptions:
     stall_seconds: float | None = None
     """Longest time for which reading prompts may hold up running sequences between two rounds."""
     places: tuple[int, ...] = ()
-    """Fewest places for candidates in each of the lane's contexts; lanes that reuse each other's memory need the same."""
+    """Minimum of places for candidates in each context; lanes that reuse each other's memory need the same."""
 
 
 class Lane:
@@ -154,7 +154,7 @@ class Lane:
         if self._pool is not None:
             self._pool.owed.difference_update(request.sequences[index] for request, index in lost)
         self._forget()
-        self._dirty = True  # to be wiped before the next step: wiping may fail now, as the device may be what failed
+        self._dirty = True  # wiped before the next step at the latest: wiping now may fail, if it was the device that failed
         if self._pool is not None:
             with suppress(RuntimeError):  # try now: other lanes wait for the blocks of these sequences
                 self._wipe()
@@ -300,7 +300,7 @@ def fitting_prefixes(device: torch.device) -> int:
 
 
 def with_speculation(decoder: Decoder, speculative: str) -> Decoder:
-    """Return the decoder for a request's way of drafting: the server's own, none, or a tree of the request's."""
+    """Return a decoder that drafts as a request says: as the server does, not at all, or with the request's own tree."""
     if speculative == AUTO:
         return decoder
     if speculative == OFF:

@@ -42,7 +42,7 @@ class Metrics:
         self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Accepted tokens.")
         self.accepted_by_position = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their position behind the text.", "position"
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their position in the draft.", "position"
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
         self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the cache.")

@@ -126,7 +126,7 @@ class AdmissionMiddleware:
 
 @dataclass
 class _BodyBudget:
-    """Limits the bytes of all requests' bodies together."""
+    """Bytes of the bodies of all requests: how many are allowed, and how many are held now."""
 
     most: int
     held: int = 0

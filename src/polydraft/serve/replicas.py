@@ -257,7 +257,7 @@ def labelled(pages: Mapping[str, str]) -> str:
 
 
 _fronts: list[Front] = []
-"""The front of this process, last: Ray takes a function that returns the application, not the application."""
+"""The last one is this process's front: Ray takes a function that returns the application, not the application itself."""
 
 
 def _front() -> Front:

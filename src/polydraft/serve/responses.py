@@ -36,7 +36,7 @@ class ResponseBuilder:
     """
 
     last = b"data: [DONE]\n\n"
-    """Ends a stream, behind its events."""
+    """Ends a stream, after its events."""
 
     def __init__(
         self, wanted: CompletionRequest, request: Request, *, model: str, token_texts: TokenTexts, drafts: bool
@@ -176,7 +176,7 @@ class ResponseBuilder:
     def _reported(
         self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]
     ) -> tuple[str, dict[str, Any] | None]:
-        """Return the new text and its log-probabilities, behind the prompt if that is still to be echoed."""
+        """Return the new text and its log-probabilities, preceded by the prompt if it is still to be echoed."""
         if index in self._unechoed:
             self._unechoed.remove(index)
             sequence = self._sequences[index]

@@ -82,7 +82,7 @@ class Scheduler:
         self._own_trees = own_trees
         self.prefixes, self.pool = prefixes, pool
         self.lanes = {AUTO: Lane(decoder, options, prefixes=prefixes, pool=pool)}
-        """The first lane, and the second under the name of its present way of drafting."""
+        """Lanes by name: the first, and the second under the name of its current way of drafting."""
         self._second_queue: deque[Request] = deque()
         """Requests that wait for the second lane to draft in their way."""
         self._changed = threading.Condition()
@@ -111,7 +111,7 @@ class Scheduler:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are accepted, and answered at once: warm-up is over."""
+        """Whether requests are accepted and answered; not during warm-up, nor while draining."""
         return self.alive and not self._draining and not self._cold
 
     def reserve(self) -> None:

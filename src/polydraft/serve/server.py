@@ -132,7 +132,7 @@ class Listener:
                 if len(self._connections) >= self._most:
                     self._evict()
                 await loop.connect_accepted_socket(self._make, accepted)
-            except ConnectionError:  # the client has left again
+            except ConnectionError:  # the client has left already
                 continue
             except Exception as error:  # usually too many open files; the server must go on
                 self._warn(f"cannot accept connections ({error}); trying again every {_PAUSE_SECONDS:g} seconds")

@@ -237,7 +237,7 @@ class Service:
         return RequestError("context_length_exceeded", param=wanted.prompt_name, length=length, most=self.slot_tokens)
 
     def _compiled(self, grammar: Grammar, name: str | None) -> str:
-        """Compile a grammar; `name` is the parameter that it comes from, if its kind does not tell."""
+        """Compile a grammar; errors name the parameter `name`, by default the one for grammars of this kind."""
         name = name or ("response_format" if grammar.kind.startswith("json") else grammar.kind)
         if self.scheduler.lockstep is not None:
             raise unsupported(name, "where several processes share a model")

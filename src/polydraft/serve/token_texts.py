@@ -30,7 +30,7 @@ class TokenTexts:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _text(self, token: int) -> str:
-        """Decode a token behind another one: many tokenizers drop a leading space, and different tokens would look the same."""
+        """Decode a token after another one: many tokenizers drop a leading space, and different tokens would look the same."""
         before, both = self.decoded(self._before), self.decoded([*self._before, token])
         return both[len(before) :] if both.startswith(before) else self.decoded([token])
 

@@ -18,7 +18,7 @@ from polydraft.trees.topology import Topology, TreeTables
 class Block:
     """T uncommitted tokens per row that go through a model together.
 
-    Uncommitted tokens of a row have numbered places behind its committed text; this block takes places `start` to `start + T`.
+    Uncommitted tokens of a row have numbered places after its committed text; this block takes places `start` to `start + T`.
     The block of the next level of the same tree starts where this one ends.
     """
 
@@ -42,7 +42,7 @@ class Block:
 
     @property
     def stop(self) -> int:
-        """First place behind all those that the block may see."""
+        """First place after all those that the block may see."""
         return self.start + self.size if self.places_BT is None else self.visible_BTU.shape[2]
 
 
@@ -88,7 +88,7 @@ class SlicedMask:
 
     @classmethod
     def of(cls, topology: Topology, device: torch.device, lead: int = 0) -> "SlicedMask":
-        """Return the mask of a tree behind a chain of `lead` places; built once and shared."""
+        """Return the mask of a tree after a chain of `lead` places; built once and shared."""
         return _build(topology, device, lead)
 
     def level(self, first: int, stop: int) -> StaticBlock:
