@@ -161,7 +161,9 @@ def _say_defaults(loaded: Loaded, follow: bool) -> None:
     if defaults is None or not follow:
         return
     if defaults:
-        logger.info("following generation_config.json of %s: %s (--no-generation-config: off)", loaded.model.name, defaults)
+        logger.info(
+            "following generation_config.json of %s: %s (--no-generation-config turns this off)", loaded.model.name, defaults
+        )
     if defaults.left_out:
         names = ", ".join(f"{name}={value}" for name, value in defaults.left_out.items())
         logger.info("not following %s in generation_config.json of %s: set it in the call", names, loaded.model.name)

@@ -282,7 +282,8 @@ class LoadOptions(
             return
         if self.adapter is not None:
             raise UsageError(
-                f"adapter={self.adapter!r} is for targets by name; put it on yours with PeftModel.from_pretrained(model, ...)"
+                f"adapter={self.adapter!r} works only with a target given by name; apply it to your model with "
+                "PeftModel.from_pretrained(model, ...)"
             )
         if self.device_map is not None:
             raise UsageError(f"the target is loaded already; leave out device_map={self.device_map!r}")

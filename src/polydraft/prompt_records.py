@@ -124,7 +124,7 @@ def _hub_records(source: str) -> Iterator[Placed]:
     name, _, split = source.removeprefix(_HUB).partition(":")
     parts = name.split("/")
     if not all(parts) or len(parts) > 3:
-        raise UsageError(f"prompt source {source!r} names no dataset; allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]")
+        raise UsageError(f"prompt source {source!r} does not name a dataset; allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]")
     try:
         datasets = importlib.import_module("datasets")
     except ImportError:

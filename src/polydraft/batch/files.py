@@ -102,7 +102,7 @@ class PromptFile:
         try:
             return file.read(size)
         except (OSError, EOFError) as error:
-            raise UsageError(f"cannot read {self.path} ({error}); give a whole file of prompts, one per line") from None
+            raise UsageError(f"cannot read {self.path} ({error}); give a complete file of prompts, one per line") from None
 
     def rows(self, after: int = 0) -> Iterator[Row]:
         """Yield the rows after line `after`."""

@@ -141,7 +141,7 @@ class Grammars:
         """Return a processor for each text of a batch; all texts must have a grammar."""
         grammars = [grammar for grammar in wanted if grammar is not None]
         if len(grammars) < len(wanted):
-            raise UsageError("some texts of this batch have a grammar and others have none; generate them apart")
+            raise UsageError("some texts of this batch have a grammar, and others do not; generate them separately")
         compiled = {id(grammar): self.compiled(grammar) for grammar in grammars}
         return [self.processor(compiled[id(grammar)], length) for grammar, length in zip(grammars, prompt_lengths, strict=True)]
 

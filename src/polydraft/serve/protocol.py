@@ -180,7 +180,7 @@ def _max_tokens(left: dict[str, Any]) -> Any:
 def _chat_logprobs(left: dict[str, Any]) -> int | None:
     wanted, top = _flag(left, "logprobs"), _whole(left, "top_logprobs", 0, _MOST_LOGPROBS, None)
     if top and not wanted:
-        raise invalid_value("top_logprobs", top, 'none without "logprobs": true')
+        raise invalid_value("top_logprobs", top, 'only with "logprobs": true')
     return (top or 0) if wanted else None
 
 

@@ -251,7 +251,7 @@ class Server(uvicorn.Server):
             self.drain()
         elif not (self._hurrying or self.should_exit):
             self._hurrying = True
-            _LOGGER.info("leaving at once: running requests end with an error")
+            _LOGGER.info("shutting down at once: running requests end with an error")
             self._drain_within(0.0)
         else:
             self.should_exit = self.force_exit = True
@@ -259,7 +259,7 @@ class Server(uvicorn.Server):
     def drain(self) -> None:
         """Refuse new requests, finish running ones, and exit."""
         seconds = self._options.drain_seconds
-        _LOGGER.info("leaving: running requests have %g seconds", seconds)
+        _LOGGER.info("shutting down: running requests have %g seconds to finish", seconds)
         self._draining = True
         self._drain_within(seconds)
 

@@ -216,7 +216,7 @@ class Service:
         if wanted.prediction is None:
             return wanted.params
         if self.scheduler.lockstep is not None:
-            raise unsupported("prediction", "where several processes share a model")
+            raise unsupported("prediction", "if several processes share a model")
         text = wanted.prediction[: _USUAL_CHARACTERS * self.slot_tokens]
         try:
             with_prediction(self.decoder.drafter)
@@ -240,7 +240,7 @@ class Service:
         """Compile a grammar; errors name the parameter `name`, by default the one for grammars of this kind."""
         name = name or ("response_format" if grammar.kind.startswith("json") else grammar.kind)
         if self.scheduler.lockstep is not None:
-            raise unsupported(name, "where several processes share a model")
+            raise unsupported(name, "if several processes share a model")
         try:
             with self._encoding:
                 if self._grammars is None:

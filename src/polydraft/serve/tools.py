@@ -101,7 +101,7 @@ def read_tools(left: dict[str, Any]) -> Tools | None:
     for number, tool in enumerate(tools):
         function = _function(tool, f"tools[{number}]")
         if function["name"] in functions:
-            raise invalid_value(f"tools[{number}]", function["name"], "names that differ")
+            raise invalid_value(f"tools[{number}]", function["name"], "unique names")
         functions[function["name"]] = function
     match _flat(choice):
         case "auto" | "none" | "required":
