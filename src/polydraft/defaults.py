@@ -12,12 +12,12 @@ from polydraft.options import AUTO, BY_LOAD
 SHIPPED_DRAFT = "smollm2-head"
 NONE = "none"
 _FULL = ("float32", "int8")
-"""Number formats in which, on a CPU, the cost of a pass grows with its tokens from a few tokens on."""
+"""Number formats whose passes on a CPU get more expensive with every token beyond a few."""
 _FEWEST_CHILDREN = 4
 
 
 class Asked(StrEnum):
-    """What the options specify beside models and machine; the less it is, the freer is the choice of a tree."""
+    """How much the options specify besides models and machine: the less, the freer the choice of a tree."""
 
     NOTHING = "nothing"
     DRAFTER = "drafter"

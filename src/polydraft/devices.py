@@ -47,7 +47,7 @@ def cpu_facts() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the name of the CPU's model."""
+    """Return the CPU's model name."""
     return cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 

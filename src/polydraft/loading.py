@@ -99,7 +99,7 @@ def resolved(options: LoadOptions, *, batch: int = 1, temperature: float | None 
 
 
 def default_decoder(loaded: Loaded, draft: LanguageModel | Head | None, target: str) -> Decoder:
-    """Make the decoder that `load` would make of a target, and the known draft if there is one, without a profile."""
+    """Make the decoder that `load` would make for a target and its known draft, if any, without a profile."""
     options = LoadOptions(target=target, draft=INT8 if isinstance(draft, Int8Copy) else "given")
     if draft is None:
         options, draft = automatic_draft(options, loaded)

@@ -15,7 +15,8 @@ from polydraft.models.prefixes import Prefixes
 from polydraft.prompts import prompt_of
 from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_seed
-from polydraft.serve.lane import Lane, LaneOptions, fitting_pool, fitting_prefixes, reserve
+from polydraft.serve.lane import Lane, LaneOptions
+from polydraft.serve.memory import fitting_pool, fitting_prefixes, reserve
 from polydraft.serve.request import Request
 
 _LEAST_WINDOW = 1024

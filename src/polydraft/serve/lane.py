@@ -1,17 +1,13 @@
 """A lane: an engine that drafts in one way, with the requests in its slots and in its queue."""
 
-import logging
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from polydraft.automatic import free_bytes
-from polydraft.devices import is_host
 from polydraft.draft import TreeDrafter
 from polydraft.draft.forced import with_forced
 from polydraft.draft.predicted import PLACES
@@ -23,19 +19,11 @@ from polydraft.errors import UsageError
 from polydraft.models import Context
 from polydraft.models.blocks import Pool
 from polydraft.models.language_model import PREFILL_CHUNK
-from polydraft.models.placement import agreed
 from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.serve.request import AUTO, OFF, Progress, Request, SlotQueue
 from polydraft.trees import DynamicShape, Topology, parse_dynamic, parse_tree
 
-_LOGGER = logging.getLogger("polydraft.serve")
-LEAST_TOKENS, _MOST_TOKENS, _STEP = 2048, 16384, 256
-"""Default tokens per slot: minimum, maximum, and step."""
-_MOST_ON_HOST, _LEAST_ROOM = 4e9, 1e9
-"""Default bytes for all texts: the maximum on a CPU, and the value if free memory is unknown."""
-_MOST_PREFIXES_ON_HOST, _LEAST_PREFIXES = 1e9, 2**27
-"""The same for shared beginnings."""
 _SHORT = 4
 """Prompt tokens of the text that `Lane.reserve` generates."""
 _MOST_NODES, _MOST_LEVELS = 128, 16
@@ -240,63 +228,6 @@ class Lane:
                 isolate=True,
             )
         return self._engine
-
-
-def fitting_pool(device: torch.device, cache_gb: float | None = None) -> Pool | None:
-    """Return the pool of memory for all texts: of the given size, or on a CPU by default what free memory allows.
-
-    On a GPU, slots have memory of their own by default: see docs/decisions/064-memory-by-blocks-is-virtual-memory.md.
-    """
-    if cache_gb is not None:
-        return Pool(int(cache_gb * 1e9))
-    return Pool(agreed(_room(device))) if is_host(device) else None
-
-
-def _room(device: torch.device) -> int:
-    """Return how many bytes all texts may take by default."""
-    free = free_bytes(device)
-    return int(_LEAST_ROOM if free is None else min(free / 4, _MOST_ON_HOST) if is_host(device) else free / 2)
-
-
-def reserve(lanes: Collection[Lane], pool: Pool | None) -> None:
-    """Allocate all memory of lanes; raise `MemoryError` if their pool is too small for the longest text."""
-    for lane in lanes:
-        lane.reserve()
-    if pool is None:
-        return
-    needs = [lane.least_bytes for lane in lanes]
-    pool.least = sum(idle for idle, _ in needs) + max(longest for _, longest in needs)
-    if pool.size < pool.least:
-        raise MemoryError
-
-
-def fitting_tokens(decoder: Decoder, slots: int, pool: Pool | None) -> int:
-    """Return the default size of a slot in tokens: as many as the model reads.
-
-    It is smaller where each slot has memory of its own, and so many slots would otherwise take too much.
-    """
-    most = min(decoder.target.max_positions or _MOST_TOKENS, _MOST_TOKENS)
-    if most <= LEAST_TOKENS:
-        return most
-    size = LaneOptions(slots=1, slot_tokens=LEAST_TOKENS, chunk_tokens=PREFILL_CHUNK)
-    room = _room(decoder.target.device) if pool is None else pool.size
-    one = Lane(decoder, size, pool=None if pool is None else Pool(sys.maxsize))
-    one.reserve()
-    if not one.cache_bytes:
-        return most
-    fitting = int(room / slots * LEAST_TOKENS / one.cache_bytes) // _STEP * _STEP
-    tokens: int = agreed(min(max(fitting, LEAST_TOKENS), most))
-    taken = tokens / LEAST_TOKENS * slots * one.cache_bytes
-    _LOGGER.info("--slot-tokens %d: %d slots take %.1f GB, whatever their texts need", tokens, slots, taken / 1e9)
-    return tokens
-
-
-def fitting_prefixes(device: torch.device) -> int:
-    """Return how many bytes shared beginnings may take by default, once all slots have their memory."""
-    free = free_bytes(device)
-    share = _LEAST_PREFIXES if free is None else min(free / 8, _MOST_PREFIXES_ON_HOST) if is_host(device) else free / 4
-    fitting: int = agreed(int(share))
-    return fitting
 
 
 def with_speculation(decoder: Decoder, speculative: str) -> Decoder:

@@ -28,8 +28,8 @@ from polydraft.options import LoadOptions
 from polydraft.serve.app import METRICS_TYPE, make_app
 from polydraft.serve.cluster import cluster_with_room
 from polydraft.serve.errors import RequestError, error_object, send_error
-from polydraft.serve.lane import LEAST_TOKENS
 from polydraft.serve.logs import log_as
+from polydraft.serve.memory import LEAST_TOKENS
 from polydraft.serve.options import ReplicaOptions, ServeOptions, host_and_port
 from polydraft.serve.service import Service
 from polydraft.serve.streaming import disconnected, framed

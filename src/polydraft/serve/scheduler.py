@@ -20,7 +20,8 @@ from polydraft.models.blocks import Pool
 from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import SamplingParams
 from polydraft.serve.errors import RequestError
-from polydraft.serve.lane import Lane, LaneOptions, most_places, reserve, with_speculation
+from polydraft.serve.lane import Lane, LaneOptions, most_places, with_speculation
+from polydraft.serve.memory import reserve
 from polydraft.serve.request import AUTO, OFF, Lockstep, Progress, Request
 
 _LOGGER = logging.getLogger("polydraft.serve")

@@ -22,7 +22,8 @@ from polydraft.sampling.categorical import row_seed
 from polydraft.sampling.grammar import Grammar, Grammars
 from polydraft.serve.errors import RequestError, from_library, unsupported
 from polydraft.serve.forms import ChatForms, marker_tokens
-from polydraft.serve.lane import LaneOptions, fitting_pool, fitting_prefixes, fitting_tokens, with_speculation
+from polydraft.serve.lane import LaneOptions, with_speculation
+from polydraft.serve.memory import fitting_pool, fitting_prefixes, fitting_tokens
 from polydraft.serve.metrics import Metrics
 from polydraft.serve.options import ServeOptions
 from polydraft.serve.parsing import Parser
