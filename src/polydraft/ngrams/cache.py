@@ -1,10 +1,8 @@
 """Interface and options of all n-gram caches, and the probabilities of their proposals."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from heapq import heappop, heappush
-from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -159,8 +157,6 @@ GRAM_CACHES: Registry[Callable[[GramOptions], GramCache]] = Registry("n-gram cac
 
 Step = tuple[float, int, int]
 """An edge of a node: its cost, at least 0 (minus the logarithm of its share, or its rank), token, and next node."""
-Steps = Callable[[int], Sequence[Step]]
-"""`node -> edges`, cheapest first."""
 
 _BY_MATCH = (
     (0.25, 0.06, 0.05, 0.03),
@@ -217,26 +213,3 @@ class Distinct:
             return
         self._prefixes.update(kept[:end] for end in range(1, len(kept) + 1))
         self.matches.append(Match(prefix, kept))
-
-
-def best_paths(root: int, steps: Steps, length: int) -> Iterator[Sequence[int]]:
-    """Yield different paths of up to `length` tokens: the greedy one, then others in order of the cost of branching off.
-
-    Behind its branching point a path is greedy, so each takes at most `length` calls of `steps`.
-    """
-    order = count()  # of equal costs, the earlier path goes first
-    open_paths: list[tuple[float, int, tuple[int, ...], int]] = [(0.0, next(order), (), root)]
-    while open_paths:
-        cost, _, tokens, node = heappop(open_paths)
-        while len(tokens) < length:
-            ways = steps(node)
-            if not ways:
-                if tokens:
-                    yield tokens
-                break
-            for further, token, to in ways[1:]:
-                heappush(open_paths, (cost + further, next(order), (*tokens, token), to))
-            further, token, node = ways[0]
-            cost, tokens = cost + further, (*tokens, token)
-        else:
-            yield tokens

@@ -8,8 +8,9 @@ References
 .. [1] Gao et al., "Multi-Branch Self-Drafting for LLM Inference Acceleration", 2025; section "Draft Cache Initialization".
 """
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import count, islice
 from math import exp
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +27,6 @@ from polydraft.ngrams.cache import (
     Match,
     Step,
     Way,
-    best_paths,
     share_chance,
 )
 from polydraft.ngrams.gram_trie import ABSENT, GramTrie, load_trie
@@ -53,6 +53,30 @@ def load_corpus(name: str | Path, fingerprint: str | None) -> GramTrie | None:
             f"{fingerprint}); make one with: polydraft train corpus-cache --tokenizer TARGET --text FILE --out FILE"
         )
     return trie
+
+
+def best_paths(root: int, steps: Callable[[int], Sequence[Step]], length: int) -> Iterator[Sequence[int]]:
+    """Yield different paths of up to `length` tokens: the greedy one, then others in order of the cost of branching off.
+
+    `steps` returns the edges of a node, cheapest first. After its branching point, a path is greedy, so each path takes at most
+    `length` calls of `steps`.
+    """
+    order = count()  # of equal costs, the earlier path goes first
+    open_paths: list[tuple[float, int, tuple[int, ...], int]] = [(0.0, next(order), (), root)]
+    while open_paths:
+        cost, _, tokens, node = heappop(open_paths)
+        while len(tokens) < length:
+            ways = steps(node)
+            if not ways:
+                if tokens:
+                    yield tokens
+                break
+            for further, token, to in ways[1:]:
+                heappush(open_paths, (cost + further, next(order), (*tokens, token), to))
+            further, token, node = ways[0]
+            cost, tokens = cost + further, (*tokens, token)
+        else:
+            yield tokens
 
 
 _MOST_KNOWN = 20_000
