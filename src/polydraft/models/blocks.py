@@ -32,8 +32,8 @@ class Pool:
 
     def __init__(self, size: int) -> None:
         self.size, self.used = size, 0
-        self.least = 0
-        """Bytes with which any text, once it is the only one, comes to its end."""
+        self.idle = self.least = 0
+        """Bytes that slots without texts take, and bytes with which any text, once it is the only one, comes to its end."""
         self.put_back = 0
         """How often a text had to give its memory up for others."""
         self.owed: WeakSet[Any] = WeakSet()
@@ -45,6 +45,11 @@ class Pool:
     def free(self) -> int:
         """Bytes that can still be taken."""
         return self.size - self.used
+
+    @property
+    def usage(self) -> float:
+        """Part of the bytes for texts that is taken."""
+        return max(self.used - self.idle, 0) / max(self.size - self.idle, 1)
 
     def take(self, nbytes: int) -> bool:
         """Take so many bytes; return whether there were enough."""

@@ -75,6 +75,7 @@ def reserve(lanes: Collection[Lane], pool: Pool | None) -> None:
     if pool is None:
         return
     needs = [lane.least_bytes for lane in lanes]
-    pool.least = sum(idle for idle, _ in needs) + max(longest for _, longest in needs)
+    pool.idle = sum(idle for idle, _ in needs)
+    pool.least = pool.idle + max(longest for _, longest in needs)
     if pool.size < pool.least:
         raise MemoryError

@@ -143,7 +143,7 @@ class Scheduler:
     def cache_usage(self) -> float:
         """Fraction of that memory in use: of the pool, or without one, of the tokens that the slots have room for."""
         if self.pool is not None and self.pool.used:
-            return self.pool.used / self.pool.size
+            return self.pool.usage
         slots = self.options.slots + self._second_options.slots
         return sum(lane.used_tokens for lane in tuple(self.lanes.values())) / (slots * self.options.slot_tokens)
 
