@@ -66,12 +66,17 @@ def first_line(error: BaseException, *, kind: bool = False) -> str:
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:_MOST_SAID]
-    return ": ".join(part for part in ((type(error).__name__ if kind or not said else ""), said) if part)
+    name = type(error).__name__
+    if not said:
+        return name
+    return f"{name}: {said}" if kind else said
 
 
 def duration(seconds: float) -> str:
     """Return a time in a convenient unit, for a message."""
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def check_ranges(options: object, ranges: Iterable[tuple[str, float, float]]) -> None:

@@ -137,7 +137,9 @@ def tuned(
     temperature: float | None,
 ) -> Pick | None:
     """Return the setting that was tuned for these options, or None. The log says if a profile is ignored, and why."""
-    named = os.environ.get(VARIABLE) or AUTO if options.profile == AUTO else options.profile
+    named = options.profile
+    if named == AUTO:
+        named = os.environ.get(VARIABLE) or AUTO
     if named == NONE:
         return None
     file = profile_file(options.target, draft, place, number_format) if named == AUTO else Path(named)

@@ -80,7 +80,8 @@ def generate_rows(
                 continue
             running[request] = place, row
             lane.waiting.add(request)
-        for request, progress in lane.step() if lane.busy else ():
+        events = lane.step() if lane.busy else []
+        for request, progress in events:
             if progress.emitted.stop_reason is not None:
                 place, row = running.pop(request)
                 ready[place] = _result(row, request)

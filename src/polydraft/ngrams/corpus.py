@@ -120,7 +120,9 @@ class _CorpusMemory(ContinuationMemory):
 
         for prefix in range(min(len(self._tail), trie.max_prefix), 0, -1):
             node = trie.find(self._tail[-prefix:])
-            for tokens in islice(best_paths(node, steps, length), count) if node != ABSENT else ():
+            if node == ABSENT:
+                continue
+            for tokens in islice(best_paths(node, steps, length), count):
                 found.add(prefix, tokens)
                 if found.full:
                     return found.matches

@@ -206,7 +206,8 @@ class _SuffixMemory(GramMemory):
         for _ in range(_MOST_STATES):
             if state <= ROOT or len(found) >= width:
                 break
-            for _, token, _ in self._steps(state, width) if automaton.steps[state] else ():
+            steps = self._steps(state, width) if automaton.steps[state] else []
+            for _, token, _ in steps:
                 if token not in found and len(found) < width:
                     found[token] = match_chance(size, len(found))
             state = automaton.links[state]

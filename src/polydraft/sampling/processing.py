@@ -89,9 +89,11 @@ class Processing:
         """
         result_BGV = scores_BGV.clone()
         for row, (paths, own) in enumerate(zip(paths_BGP.tolist(), params, strict=True)):
+            if not own.processors:
+                continue
             # Scores over all tokens, by path. None where no walk gets: processors are not called for texts that they ruled out.
             seen: dict[tuple[int, ...], Tensor | None] = {}
-            for node, path in enumerate(map(_tokens, paths) if own.processors else ()):
+            for node, path in enumerate(map(_tokens, paths)):
                 if path and path[:-1] in seen:
                     above_V = seen[path[:-1]]
                     if above_V is None or not bool(above_V[path[-1]] > -torch.inf):

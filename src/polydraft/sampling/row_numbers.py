@@ -11,21 +11,14 @@ from polydraft.transfers import assign
 
 ALL = 2**40
 """More tokens than any vocabulary has."""
-_NUMBERS: dict[str, float | None] = {
-    "temperature": None,
-    "top_k": ALL,
-    "top_p": torch.inf,
-    "min_p": None,
-    "repetition_penalty": None,
-    "presence_penalty": None,
-    "frequency_penalty": None,
-    "min_tokens": None,
-}
-"""Parameters that are one number per row, and the value that stands for "off" in tensors, if not the default itself."""
-
-
-def _dtype(name: str) -> torch.dtype:
-    return torch.float64 if name == "top_p" else torch.long if name in ("top_k", "min_tokens") else torch.float32
+_NAMES = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
+)  # fmt: skip
+"""Parameters that are one number per row."""
+_OFF = {"top_k": ALL, "top_p": torch.inf}
+"""Values that stand for "off" in their tensors, if not the default."""
+_DTYPES = {"top_p": torch.float64, "top_k": torch.long, "min_tokens": torch.long}
+"""Types of their tensors, if not float32."""
 
 
 class _Number(ByRow):
@@ -56,7 +49,7 @@ class RowNumbers(ByRow):
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self._numbers = {name: _Number(rows, _dtype(name), device) for name in _NUMBERS}
+        self._numbers = {name: _Number(rows, _DTYPES.get(name, torch.float32), device) for name in _NAMES}
         self.used: set[str] = set()
         """Names of the parameters that some row uses."""
 
@@ -74,7 +67,7 @@ class RowNumbers(ByRow):
 
     def write(self, params: RowParams) -> None:
         """Set the parameters of all rows at work."""
-        self.used = {name for name in _NUMBERS if any(getattr(row, name) != DEFAULTS[name] for row in params)}
-        for name, off in _NUMBERS.items():
+        self.used = {name for name in _NAMES if any(getattr(row, name) != DEFAULTS[name] for row in params)}
+        for name, number in self._numbers.items():
             values = [getattr(row, name) for row in params]
-            self._numbers[name].write([off if off is not None and value == DEFAULTS[name] else value for value in values])
+            number.write([_OFF.get(name, value) if value == DEFAULTS[name] else value for value in values])

@@ -109,7 +109,9 @@ def from_library(error: UsageError, param: str | None, *, private: bool = False)
 
 def status_of(error: BaseException) -> int:
     """Return the HTTP status of an error."""
-    return error.status if isinstance(error, RequestError) else 400 if isinstance(error, UsageError) else 500
+    if isinstance(error, RequestError):
+        return error.status
+    return 400 if isinstance(error, UsageError) else 500
 
 
 def reason_of(error: BaseException) -> str:

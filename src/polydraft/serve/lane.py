@@ -101,7 +101,9 @@ class Lane:
             self.running[sequence.row] = request, index
             request.admitted[index] = time.perf_counter()
             engine.add(sequence)
-        return [self._progress(emitted) for emitted in engine.step(awaited)] if self.running else []
+        if not self.running:
+            return []
+        return [self._progress(emitted) for emitted in engine.step(awaited)]
 
     def _progress(self, emitted: Emitted) -> tuple[Request, Progress]:
         request, index = self.running[emitted.row]

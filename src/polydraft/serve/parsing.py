@@ -299,7 +299,8 @@ class TemplateParser(Parser):
     def _reads(self, character: str | None) -> bool:
         """Parse one character, or the end (None), and return whether it fits the template."""
         try:
-            for event in self._parser.finalize()[1] if character is None else self._parser.feed(character):
+            events = self._parser.finalize()[1] if character is None else self._parser.feed(character)
+            for event in events:
                 self._take(event["type"], event["field"], event)
         except _BROKEN_CALLS:
             self._emit(CONTENT, self._raw)

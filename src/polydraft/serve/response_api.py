@@ -192,7 +192,8 @@ class ResponseApiBuilder(ResponseBuilder):
 
     def _answer(self, choice: dict[str, Any], said: dict[str, Any]) -> Iterator[dict[str, Any]]:
         """Yield the events for what a chat's choice says, and for its end."""
-        for piece in self._pieces[0] if self._parsers else [Piece(CONTENT, said["content"])]:
+        pieces = self._pieces[0] if self._parsers else [Piece(CONTENT, said["content"])]
+        for piece in pieces:
             if piece.text:
                 yield from self._grow(piece)
         if choice["finish_reason"] is None:
