@@ -94,13 +94,14 @@ def automatic_draft(options: LoadOptions, loaded: Loaded) -> tuple[LoadOptions, 
             copy = Int8Copy(target)
         except (UsageError, torch.OutOfMemoryError) as error:  # the memory has been taken meanwhile
             choice = _without_copy(target, str(error).splitlines()[0])
-    said = {
-        INT8: f"so its own weights in int8 draft: {size / 1e9:.1f} GB more memory (--draft none decodes plainly)",
-        NGRAMS: f"and {choice.reason}, so n-grams of the text draft where they pay",
-        AUTO: f"and {choice.reason}, so it decodes plainly",
-    }[choice.draft if copy is not None else choice.drafter]
+    if copy is not None:
+        chosen = f"so its own weights in int8 draft: {size / 1e9:.1f} GB more memory (--draft none decodes plainly)"
+    elif choice.drafter == NGRAMS:
+        chosen = f"and {choice.reason}, so n-grams of the text draft where they pay"
+    else:
+        chosen = f"and {choice.reason}, so it decodes plainly"
     trained = f"a trained head is faster ({_TRAINING}): {train_command(target.name)}"
-    logger.info("%s has no draft, %s; %s", target.name, said, trained)
+    logger.info("%s has no draft, %s; %s", target.name, chosen, trained)
     return dataclasses.replace(options, draft=choice.draft, drafter=choice.drafter, tree=choice.tree), copy
 
 

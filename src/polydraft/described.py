@@ -65,7 +65,7 @@ class Option:
         """Parse the string after ``short=``; the dataclass checks the value."""
         try:
             if self.kind is bool:
-                return _YES[text] != self.name.startswith("no_")
+                return _YES[text] != self.name.startswith("no_")  # ``x=no`` turns `no_x` on
             return self.kind(text) if self.kind in _WORDS else text
         except (ValueError, KeyError):
             raise UsageError(f"{self.short}={text!r} is out of range; allowed: {_WORDS[self.kind]}") from None

@@ -38,7 +38,9 @@ class Tools:
     @property
     def forced(self) -> list[str]:
         """Names of functions, one of which must be called; empty if the model is free."""
-        return {AUTO: [], REQUIRED: list(self.functions)}.get(self.choice, [self.choice])
+        if self.choice == AUTO:
+            return []
+        return list(self.functions) if self.choice == REQUIRED else [self.choice]
 
 
 def parser_of(forms: ChatForms, tools: Tools | None, prompt: str) -> Parser:
