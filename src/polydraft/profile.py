@@ -103,7 +103,7 @@ class Profile:
 
 
 def origin_of(options: LoadOptions, draft: str, place: torch.device, number_format: torch.dtype) -> dict[str, str]:
-    """Return what a profile for these options is for; `draft` stands for theirs, which may still be ``"auto"``."""
+    """Return what a profile for these options holds for; `draft` is the resolved one, as theirs may be ``"auto"``."""
     if captures(place):
         machine = torch.cuda.get_device_name(place) + ("" if options.graphs else ", no graphs")
     else:

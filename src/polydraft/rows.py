@@ -40,7 +40,7 @@ class ByRow:
         """Bring the attributes up to date, before rows are resized, swapped, taken or put back."""
 
     def resize(self, rows: int, most: int) -> None:
-        """Put the first `rows` rows to work, of at most `most` ever; the others sleep, and missing ones are created."""
+        """Put the first `rows` rows to work, never more than `most`; the others sleep, and missing ones are created."""
         self.before_rows_change()
         for part in self.row_parts():
             part.resize(rows, most)
@@ -109,7 +109,7 @@ class ByRow:
         return whole[:rows]
 
     def _at_least(self, rows: int, name: str) -> Any:
-        """Return all rows of an attribute, and at least `rows`, by adding new ones."""
+        """Return all rows of an attribute, with new ones added until there are at least `rows`."""
         whole = self.every_row(name)
         missing = rows - len(whole)
         if not isinstance(whole, Tensor):

@@ -68,7 +68,7 @@ class Match(NamedTuple):
     """A continuation of the text, and how long the match was that found it."""
 
     prefix: int
-    """Tokens at the text's end that matched: the more, the likelier is the continuation."""
+    """Tokens at the text's end that matched: the more, the likelier the continuation."""
     tokens: Sequence[int]
     """The tokens that followed the match, at least one."""
 
