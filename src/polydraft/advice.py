@@ -20,12 +20,6 @@ class Way:
     takes: str
     gives: str
 
-    @property
-    def cell(self) -> str:
-        """The cell of README's table for options and command."""
-        said = f"`{self.command or self.options}`"
-        return f"nothing, or {said}" if self.by_default else said
-
 
 COPY = Way(
     have="nothing but the model",

@@ -68,14 +68,9 @@ def _is_parquet(path: str) -> bool:
 
 
 def _parquet_records(path: str, source: str) -> Iterator[Placed]:
-    """Read a table with the package `pyarrow`, which is not a dependency."""
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        raise UsageError(
-            f"prompt file {source!r} needs the package 'pyarrow', which cannot be imported; pip install pyarrow, "
-            "or convert it to JSON lines"
-        ) from None
+    """Read a table with the package `pyarrow`."""
+    remedy = "pip install pyarrow, or convert it to JSON lines"
+    parquet = _optional_module("pyarrow.parquet", f"prompt file {source!r}", remedy)
     try:
         rows = parquet.read_table(path).to_pylist()
     except Exception as error:  # Arrow raises all kinds of errors
@@ -83,6 +78,15 @@ def _parquet_records(path: str, source: str) -> Iterator[Placed]:
             f"prompt file {source!r} cannot be read ({first_line(error)}); allowed: a complete Parquet file; download it again"
         ) from None
     yield from ((f"record {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _optional_module(name: str, source: str, remedy: str) -> Any:
+    """Import a module of a package that is not a dependency."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        raise UsageError(f"{source} needs the package {package!r}, which cannot be imported; {remedy}") from None
 
 
 def names_json(path: str) -> bool:
@@ -120,18 +124,12 @@ def _read_text(path: str, source: str) -> str:
 
 
 def _hub_records(source: str) -> Iterator[Placed]:
-    """Read a dataset with the package `datasets`, which is not a dependency."""
+    """Read a dataset with the package `datasets`."""
     name, _, split = source.removeprefix(_HUB).partition(":")
     parts = name.split("/")
     if not all(parts) or len(parts) > 3:
         raise UsageError(f"prompt source {source!r} does not name a dataset; allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]")
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError:
-        raise UsageError(
-            f"prompt source {source!r} needs the package 'datasets', which cannot be imported; "
-            f"{_ALLOWED}; pip install datasets, or name a file"
-        ) from None
+    datasets = _optional_module("datasets", f"prompt source {source!r}", f"{_ALLOWED}; pip install datasets, or name a file")
     config = parts[2] if len(parts) == 3 else None
     try:
         rows: Any = datasets.load_dataset("/".join(parts[:2]), config, split=split or None)
