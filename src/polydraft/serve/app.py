@@ -14,8 +14,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from polydraft.errors import PolydraftError, shown, unknown_name
-from polydraft.serve.errors import RequestError, error_object, reason_of, status_of
+from polydraft.errors import PolydraftError, shown
+from polydraft.serve.errors import RequestError, error_object, reason_of, status_of, unknown_parameter
 from polydraft.serve.middleware import AdmissionMiddleware
 from polydraft.serve.protocol import read_request
 from polydraft.serve.response_api import read_response_request
@@ -108,8 +108,7 @@ class Handlers:
         body = await self._body(request)
         for name in body:
             if name not in _TOKENIZE_NAMES:
-                message = unknown_name("parameter", name, _TOKENIZE_NAMES)
-                raise RequestError("unknown_parameter", param=name, message=message)
+                raise unknown_parameter(name, _TOKENIZE_NAMES)
         wanted = read_request(body, chat="messages" in body)
         return Response(await self._service.tokenize(wanted), media_type="application/json")
 

@@ -6,12 +6,12 @@ parameters, prompts, trees and grammars; `from_library` passes its messages on.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.types import Send
 
-from polydraft.errors import PolydraftError, UsageError, shown
+from polydraft.errors import PolydraftError, UsageError, shown, unknown_name
 
 _ERRORS = {
     # Before a request reaches its handler: `middleware`, `app`.
@@ -94,6 +94,11 @@ def invalid_value(name: str, value: object, allowed: str) -> RequestError:
 def missing(name: str, example: str) -> RequestError:
     """Return the error for a parameter that is missing or empty."""
     return RequestError("missing_parameter", param=name, name=name, example=example)
+
+
+def unknown_parameter(name: str, allowed: Iterable[str]) -> RequestError:
+    """Return the error for a parameter that no API has."""
+    return RequestError("unknown_parameter", param=name, message=unknown_name("parameter", name, allowed))
 
 
 def unsupported(name: str, where: str = "here", reason: str | None = None) -> RequestError:

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polydraft.errors import UsageError, shown, unknown_name
+from polydraft.errors import UsageError, shown
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.grammar import LARK, REGEX, Grammar
-from polydraft.serve.errors import RequestError, from_library, invalid_value, missing, unsupported
+from polydraft.serve.errors import RequestError, from_library, invalid_value, missing, unknown_parameter, unsupported
 from polydraft.serve.neutral import KNOWN_ELSEWHERE, changes_nothing
 from polydraft.serve.request import AUTO, OFF
 from polydraft.serve.tools import Tools, read_calls, read_tools
@@ -123,10 +123,10 @@ def _refuse_rest(left: Mapping[str, Any], n: int, chat: bool) -> None:
         if name in KNOWN_ELSEWHERE:
             where = _WHY.get(name, f"with the value {shown(value)}")
             raise unsupported(name, where, f"{name} is not supported with this value")
-        message = f"unknown parameter {name!r}; {_ABOUT_DRAFTING}"
-        if name not in _OF_DRAFTING:
-            message = str(unknown_name("parameter", name, CHAT_NAMES if chat else COMPLETION_NAMES))
-        raise RequestError("unknown_parameter", param=name, message=message)
+        if name in _OF_DRAFTING:
+            message = f"unknown parameter {name!r}; {_ABOUT_DRAFTING}"
+            raise RequestError("unknown_parameter", param=name, message=message)
+        raise unknown_parameter(name, CHAT_NAMES if chat else COMPLETION_NAMES)
 
 
 def _whole(left: dict[str, Any], name: str, low: int, high: int, default: Any) -> Any:

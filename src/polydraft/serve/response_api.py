@@ -5,8 +5,7 @@ from functools import partial
 from itertools import count
 from typing import Any
 
-from polydraft.errors import unknown_name
-from polydraft.serve.errors import RequestError, error_object, invalid_value, missing, unsupported
+from polydraft.serve.errors import RequestError, error_object, invalid_value, missing, unknown_parameter, unsupported
 from polydraft.serve.neutral import KNOWN_ELSEWHERE
 from polydraft.serve.parsing import ARGUMENTS, CALL, CONTENT, REASONING, Piece, json_or_none
 from polydraft.serve.protocol import CHAT_NAMES, CompletionRequest, read_request, text_of
@@ -62,7 +61,7 @@ def read_response_request(body: dict[str, Any]) -> tuple[CompletionRequest, Buil
     left = {name: value for name, value in body.items() if value is not None}
     for name, value in left.items():
         if name not in _NAMES:
-            raise RequestError("unknown_parameter", param=name, message=unknown_name("parameter", name, sorted(_NAMES)))
+            raise unknown_parameter(name, _NAMES)
         if name in _REFUSED and value not in _HARMLESS:
             raise unsupported(name, _REFUSED[name])
     chat = {name: value for name, value in left.items() if name not in _REFUSED}
