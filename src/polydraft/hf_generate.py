@@ -322,7 +322,8 @@ def _refuse(config: Any, processors: Sequence[Any], arguments: dict[str, Any], u
         prepared = name in _PREPARED and not getattr(value, "_is_user_defined", False)
         # `generate` adds empty collections (of images, say) of its own.
         nothing = value is None or value is False or (isinstance(value, dict | list | tuple) and not value)
-        refused += [name] if not prepared and not nothing else []
+        if not (prepared or nothing):
+            refused.append(name)
     names = [type(processor).__name__ for processor in processors]
     refused += [f"{name}, which remembers earlier calls," for name in names if any(word in name for word in _REMEMBERING)]
     if refused:
