@@ -80,11 +80,11 @@ def generate_rows(
                 continue
             running[request] = place, row
             lane.waiting.add(request)
-        events = lane.step() if lane.busy else []
-        for request, progress in events:
-            if progress.emitted.stop_reason is not None:
-                place, row = running.pop(request)
-                ready[place] = _result(row, request)
+        if lane.busy:
+            for request, progress in lane.step():
+                if progress.emitted.stop_reason is not None:
+                    place, row = running.pop(request)
+                    ready[place] = _result(row, request)
         group = []
         while written in ready:
             group.append(ready.pop(written))
