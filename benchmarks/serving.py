@@ -24,7 +24,8 @@ from typing import Any
 from polydraft import SamplingParams, load
 from polydraft.engine import Decoder
 from polydraft.prompts import load_prompts
-from polydraft.serve.lane import LaneOptions, fitting_pool
+from polydraft.serve.lane import LaneOptions
+from polydraft.serve.memory import fitting_pool
 from polydraft.serve.request import AUTO, OFF, Request
 from polydraft.serve.scheduler import Scheduler
 

@@ -80,7 +80,11 @@ REFUSED = {
     "int8": (None, {"dtype": "int8"}, "in float32 already, not in int8; pass its name"),
     "device": (None, {"device": "cuda:7"}, "not available|on cpu already"),
     "device map": (None, {"device_map": "auto"}, "loaded already; leave out device_map='auto'"),
-    "adapter": (None, {"adapter": "a/b"}, "adapter='a/b' is for targets by name; put it on yours with PeftModel"),
+    "adapter": (
+        None,
+        {"adapter": "a/b"},
+        "adapter='a/b' works only with a target given by name; apply it to your model with PeftModel",
+    ),
     "tokenizer by name": (None, {"tokenizer": "gpt2"}, r"tokenizer is an object of type str; .*AutoTokenizer.from_pretrained"),
     "draft": (None, {"draft": 3}, "draft is an object of type int; allowed"),
     "meta draft": (None, {"draft": on_meta}, "the draft is on the meta device"),
@@ -100,7 +104,7 @@ def test_what_cannot_be_used_is_refused_in_one_line(case, model):
 def test_tokenizers_of_others_are_refused(model, other_vocabulary, tiny):
     with pytest.raises(UsageError, match=r"the tokenizer has 260 tokens but target .* 257; pass the target's own"):
         polydraft.load(model, tokenizer=AutoTokenizer.from_pretrained(other_vocabulary))
-    with pytest.raises(UsageError, match="tokenizer is for a target that is loaded already"):
+    with pytest.raises(UsageError, match="tokenizer is for a loaded target"):
         polydraft.load(tiny, tokenizer=AutoTokenizer.from_pretrained(tiny))
 
 
@@ -115,7 +119,9 @@ def test_a_model_that_was_converted_or_trains_is_refused(model):
 
 
 def test_commands_take_names_only():
-    with pytest.raises(UsageError, match=r"target is an object of type Linear, not a name; .*polydraft.load takes models"):
+    with pytest.raises(
+        UsageError, match=r"target is an object of type Linear, not a name; .*polydraft.load takes loaded models"
+    ):
         PairOptions(torch.nn.Linear(2, 2))
 
 

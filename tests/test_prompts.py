@@ -291,7 +291,7 @@ def test_hub_dataset_in_any_of_the_formats(monkeypatch, tmp_path):
     assert calls == [("owner/sums", "main", None), ("plain", None, "train")]
     message = refusal("hf:plain:dev")
     assert "cannot be loaded" in message and "dev" in message
-    assert "names no dataset" in refusal("hf:")
+    assert "does not name a dataset" in refusal("hf:")
     (tmp_path / "hf:plain").write_text("A file goes first.\n")
     assert load_prompts("hf:plain")[0].text == "A file goes first."
 

@@ -1,6 +1,6 @@
 """polydraft: many drafts, one target, exact output.
 
-The public names load on first use, so that `polydraft --help` does not wait for torch.
+Public names are imported on first use, so that `polydraft --help` does not wait for torch.
 """
 
 from importlib import import_module

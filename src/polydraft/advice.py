@@ -1,6 +1,6 @@
-"""Ways to make a model of one's own faster: one table, which README shows and `polydraft info --target` prints.
+"""Ways to make your own model faster: the table that README shows and `polydraft info --target` prints.
 
-Figures are those of logs 39 to 45 (docs/log).
+The figures are from logs 39 to 45 (docs/log).
 """
 
 from dataclasses import dataclass
@@ -8,23 +8,17 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Way:
-    """What somebody may have, what to do with it, what that takes, and what it gives."""
+    """One way: what you have, the options or the command to use, what it takes, and how much faster it is."""
 
     have: str
     options: str = ""
-    """Of commands that load a model."""
+    """Options of any command that loads a model."""
     command: str = ""
-    """What is run once, before."""
+    """Command to run once, in advance."""
     by_default: bool = False
-    """Whether commands do so without the options, too."""
+    """Whether commands do this even without the options."""
     takes: str
     gives: str
-
-    @property
-    def cell(self) -> str:
-        """What README has for options and command."""
-        said = f"`{self.command or self.options}`"
-        return f"nothing, or {said}" if self.by_default else said
 
 
 COPY = Way(

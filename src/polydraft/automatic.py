@@ -1,6 +1,6 @@
-"""What ``draft="auto"`` means for a target that no draft is known for: its own weights in int8, or n-grams of the text.
+"""What ``draft="auto"`` means for a target without a known draft: its own weights in int8, or n-grams of the text.
 
-Nothing is trained. On a CPU drafting rests while it does not pay; on a GPU trees follow the load.
+Nothing is trained. On a CPU, drafting pauses while it does not pay; on a GPU, the size of trees follows the load.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from polydraft.defaults import NONE, default_tree
-from polydraft.devices import is_host
+from polydraft.devices import dtype_name, is_host
 from polydraft.errors import UsageError
 from polydraft.models import Head, LanguageModel
 from polydraft.models.hf import HFModel
@@ -25,46 +25,46 @@ logger = logging.getLogger(__name__)
 
 NGRAMS = "suffix"
 _LEAST_ON_GPU = 4_000_000_000
-"""Weights from which a copy pays on a GPU: below, launches take more of a pass than reading, and int8 has as many of them.
+"""Fewest weights for which an int8 copy pays on a GPU: a smaller model spends its time on launches, not on reading weights.
 
-Measured on an H200, one text: 1.25 times plain decoding with 6.6 billion, 0.45 with 0.13 billion.
+Measured on an H200, one text: 1.25 times plain decoding with 6.6 billion weights, 0.45 with 0.13 billion.
 """
 _TRAINING = "2 to 3.5 times plain decoding for a 1.5B model, after 12 minutes on an H200"
-"""What a head gives and takes: log 40."""
+"""Speed-up and cost of a trained head: log 40."""
 _SPARE = 0.7
-"""Of the free memory, what a copy may take: texts need some too."""
+"""Fraction of the free memory that a copy may take: texts need memory, too."""
 _CONTAINER = Path("/sys/fs/cgroup")
-"""Where Linux tells a container's limits."""
+"""Where Linux shows a container's limits."""
 
 
 def leaves_drafting_open(options: LoadOptions) -> bool:
-    """Whether nothing is asked for that says how a draft, whoever it is, works."""
+    """Whether no option says how to draft, whichever draft it is."""
     given = (options.lossy, options.decision, options.draft_temperature, options.device_map)
     return options.tree == options.scheme == options.walk == options.drafter == AUTO and all(one is None for one in given)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """Who drafts for a target that no draft is known for."""
+    """The draft, drafter and tree for a target without a known draft."""
 
     draft: str
     drafter: str
     tree: str
     reason: str | None
-    """Why the target's own weights in int8 do not draft; None if they do."""
+    """Why an int8 copy of the target is not used; None if it is."""
 
 
 def choose(target: HFModel, size: int, free: int | None) -> Choice:
-    """Choose who drafts for a target; its weights are not looked at.
+    """Choose how to draft for a target, without looking at its weights.
 
     Parameters
     ----------
     target : HFModel
-        The target, or a twin that runs as it does (`polydraft.models.outline`).
+        The target, or a twin that runs like it (`polydraft.models.outline`).
     size : int
         Bytes of an int8 copy of the target.
     free : int, optional
-        Bytes of memory that are free beside the target; None where nobody knows.
+        Bytes of free memory beside the target; None if unknown.
     """
     reason = copy_obstacle(target) or _too_small(target.device, size) or _no_room(size, free)
     if reason is not None:
@@ -81,9 +81,9 @@ def _without_copy(target: HFModel, reason: str) -> Choice:
 
 
 def automatic_draft(options: LoadOptions, loaded: Loaded) -> tuple[LoadOptions, LanguageModel | Head | None]:
-    """Return the options with who drafts for a target, and the draft, if that is a model; say in a line what and why.
+    """Resolve ``"auto"`` for a target without a known draft: return the options and the draft, if it is a model.
 
-    The options given leave everything to ``"auto"``.
+    The log says what was chosen and why.
     """
     target = loaded.model
     size = copy_bytes(target.hf_model)
@@ -92,15 +92,16 @@ def automatic_draft(options: LoadOptions, loaded: Loaded) -> tuple[LoadOptions, 
     if choice.reason is None:
         try:
             copy = Int8Copy(target)
-        except (UsageError, torch.OutOfMemoryError) as error:  # somebody else took the memory meanwhile
+        except (UsageError, torch.OutOfMemoryError) as error:  # the memory has been taken meanwhile
             choice = _without_copy(target, str(error).splitlines()[0])
-    said = {
-        INT8: f"so its own weights in int8 draft: {size / 1e9:.1f} GB more memory (--draft none decodes plainly)",
-        NGRAMS: f"and {choice.reason}, so n-grams of the text draft where they pay",
-        AUTO: f"and {choice.reason}, so it decodes plainly",
-    }[choice.draft if copy is not None else choice.drafter]
+    if copy is not None:
+        chosen = f"so its own weights in int8 draft: {size / 1e9:.1f} GB more memory (--draft none decodes plainly)"
+    elif choice.drafter == NGRAMS:
+        chosen = f"and {choice.reason}, so n-grams of the text draft where they pay"
+    else:
+        chosen = f"and {choice.reason}, so it decodes plainly"
     trained = f"a trained head is faster ({_TRAINING}): {train_command(target.name)}"
-    logger.info("%s has no draft, %s; %s", target.name, said, trained)
+    logger.info("%s has no draft, %s; %s", target.name, chosen, trained)
     return dataclasses.replace(options, draft=choice.draft, drafter=choice.drafter, tree=choice.tree), copy
 
 
@@ -110,7 +111,7 @@ def train_command(target: str) -> str:
 
 
 def _place(target: HFModel) -> tuple[bool, str]:
-    return not is_host(target.device), str(target.dtype).removeprefix("torch.")
+    return not is_host(target.device), dtype_name(target.dtype)
 
 
 def _short(name: str) -> str:
@@ -124,14 +125,14 @@ def _too_small(device: torch.device, size: int) -> str | None:
 
 
 def _no_room(size: int, free: int | None) -> str | None:
-    """Say that a copy does not fit into the memory that is free; None if it does, or nobody knows."""
+    """Return why a copy does not fit into free memory; None if it fits, or free memory is unknown."""
     if free is None or size <= _SPARE * free:
         return None
     return f"a copy of its weights would take {size / 1e9:.1f} GB of the {free / 1e9:.1f} GB of memory that are free"
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Return how many bytes of memory are free on a device; None where the system does not say."""
+    """Return how many bytes of memory are free on a device; None if the system does not say."""
     if not is_host(device):
         return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
     try:
@@ -145,10 +146,10 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def _left_in_container() -> int | None:
-    """Return how many bytes a container's limit leaves, which the system's own figures do not know; None without a limit."""
+    """Return how many bytes a container's limit leaves, as the system's figures ignore it; None without a limit."""
     try:
         limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
-        return max(limit - used + int(stat["inactive_file"]), 0)  # files that were read give way
+        return max(limit - used + int(stat["inactive_file"]), 0)  # cached files can be dropped
     except (OSError, ValueError, LookupError):
         return None

@@ -1,4 +1,4 @@
-"""What ``"auto"`` means: one table, which `load` and `Speculate` read, `polydraft info` prints and docs/choosing.md shows."""
+"""What ``"auto"`` means: the table that `load` and `Speculate` use, `polydraft info` prints and docs/choosing.md shows."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,62 +12,62 @@ from polydraft.options import AUTO, BY_LOAD
 SHIPPED_DRAFT = "smollm2-head"
 NONE = "none"
 _FULL = ("float32", "int8")
-"""Number formats in which a pass on a CPU costs by its tokens once it has more than a few."""
+"""Number formats whose passes on a CPU get more expensive with every token beyond a few."""
 _FEWEST_CHILDREN = 4
 
 
 class Asked(StrEnum):
-    """How much beyond models and machine is asked for: the less, the freer the choice of a tree."""
+    """How much the options specify besides models and machine: the less, the freer the choice of a tree."""
 
     NOTHING = "nothing"
     DRAFTER = "drafter"
-    """`Speculate`, n-grams, or another drafter by name whose trees may be dynamic."""
+    """`Speculate`, n-grams, or another drafter by name that can grow dynamic trees."""
     RULES = "rules"
-    """A scheme, a walk, another drafter or a lossy rule; on a CPU also whatever several processes share, as each would
-    measure its own costs."""
+    """A scheme, a walk, any other drafter or a lossy rule; on a CPU also every model that several processes share, since each
+    would measure its own costs."""
     FEW_CHILDREN = "few children"
-    """A scheme that takes fewer than four children."""
+    """A scheme that allows fewer than four children per node."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Default:
-    """The tree of some cases."""
+    """A default tree, and the cases that it is for."""
 
     tree: str
     gpu: bool
     full: bool | None = None
-    """Whether it is for float32 and int8, or for all other number formats; None for any."""
+    """True: for float32 and int8 only; False: for all other number formats; None: for any."""
     asked: tuple[Asked, ...] = tuple(Asked)
     bundled_only: bool = False
-    """Whether it is for the bundled target alone, whatever the draft."""
+    """Whether it is only for the bundled target, with any draft."""
     copy_only: bool = False
-    """Whether it is for an int8 copy of the target as its draft."""
+    """Whether it is only for an int8 copy of the target as the draft."""
 
     def fits(self, *, gpu: bool, dtype: str, asked: Asked, bundled: bool, copy: bool) -> bool:
-        """Whether it is for this case."""
+        """Whether this default is for such a case."""
         right_format = self.full in (None, dtype in _FULL)
         right_pair = (bundled or not self.bundled_only) and (copy or not self.copy_only)
         return gpu == self.gpu and right_format and asked in self.asked and right_pair
 
 
 DEFAULTS = (
-    # A level of the target's own copy takes more than half of a pass: few levels pay, and each is nearly always accepted.
+    # One level of the target's own copy takes more than half a pass, but is nearly always accepted: few levels pay.
     Default(gpu=True, asked=(Asked.NOTHING, Asked.DRAFTER), copy_only=True, tree=f"{BY_LOAD}2x1x1"),
     Default(gpu=False, full=True, asked=(Asked.NOTHING, Asked.DRAFTER), copy_only=True, tree="chain:4"),
     Default(gpu=False, full=False, asked=(Asked.NOTHING, Asked.DRAFTER), copy_only=True, tree="chain:3"),
-    # On a GPU a pass over 64 nodes costs little more than one over a single token. Beside the bundled model, which is small,
-    # levels of the draft are not cheap.
+    # On a GPU, a pass over 64 nodes takes little longer than one over a single token. The bundled model is so small that levels
+    # of the draft are expensive beside it.
     Default(gpu=True, asked=(Asked.NOTHING,), bundled_only=True, tree=f"dynamic:32:6:fixed/{BY_LOAD}4x2x1x1x1"),
     Default(gpu=True, asked=(Asked.NOTHING,), tree=f"dynamic:64:7:fixed/{BY_LOAD}4x2x1x1x1"),
     Default(gpu=True, asked=(Asked.FEW_CHILDREN,), tree="chain:5"),
     Default(gpu=True, tree="4x2x2x1x1"),
-    # On a CPU dynamic trees weigh every node against its cost. In float32 and int8, wide ones hardly ever pay.
+    # On a CPU, dynamic trees weigh every node against its cost. In float32 and int8, wide trees hardly ever pay.
     Default(gpu=False, full=False, asked=(Asked.NOTHING, Asked.DRAFTER), tree="dynamic:64"),
     Default(gpu=False, full=True, asked=(Asked.NOTHING, Asked.DRAFTER), tree="dynamic:8"),
     Default(gpu=False, full=False, asked=(Asked.RULES,), tree="4x2x1"),
     Default(gpu=False, tree="chain:3"),
 )
-"""Trees by default; the first one that fits counts."""
+"""Default trees; the first one that fits counts."""
 
 
 def default_tree(
@@ -75,8 +75,8 @@ def default_tree(
 ) -> str:
     """Return the tree that ``"auto"`` means for a target in this number format.
 
-    `shared` if several processes compute one model: they must decide alike, so nothing may depend on what one of them times.
-    `copy` if the draft is an int8 copy of the target.
+    `shared` means that several processes compute one model: all must choose the same trees, so timings may not matter. `copy`
+    means that the draft is an int8 copy of the target.
     """
     if shared and not gpu and asked != Asked.FEW_CHILDREN:
         asked = Asked.RULES
@@ -86,14 +86,14 @@ def default_tree(
 
 
 def default_draft(target: str, given: str = AUTO) -> str:
-    """Return the given draft; for ``"auto"`` the one that ships, a head beside the target, one trained for it, or none."""
+    """Return the given draft; for ``"auto"``, the one that ships, a head beside the target, one trained for it, or none."""
     if given != AUTO:
         return given
     return SHIPPED_DRAFT if source_name(target) == BUNDLED else known_draft(target) or NONE
 
 
 def asked_for(scheme: str, walk: str, drafter: str = AUTO, lossy: str | None = None) -> Asked:
-    """Say how much these options of a decoder leave open."""
+    """Return how much these options of a decoder leave open."""
     from polydraft.draft.tree_drafter import split_drafter
     from polydraft.verify import SCHEMES
 
@@ -108,7 +108,7 @@ def asked_for(scheme: str, walk: str, drafter: str = AUTO, lossy: str | None = N
 
 @dataclass(frozen=True)
 class Pair:
-    """A target with whatever drafts for it."""
+    """A target and its draft, as a line of the table of defaults."""
 
     name: str
     words: str

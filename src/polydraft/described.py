@@ -1,14 +1,14 @@
-"""Options described once, as fields of dataclasses: signatures, documentation, flags and readers of texts derive from them.
+"""Options described once, as fields of dataclasses: signatures, documentation, flags and parsers are derived from them.
 
-A field's docstring says what it is: the first paragraph everywhere, further ones in Python's documentation only. Its metadata
-may have
+A field's docstring describes the option: the first paragraph appears everywhere, later ones only in Python's documentation. Its
+metadata may have
 
-- ``heading``: where help lists it, if not below the first line of its class's docstring;
-- ``short``: its name in texts such as ``lookup,nodes=8``, if not its own;
-- ``has_text``: False for what no text can hold.
+- ``heading``: the heading in `--help`, by default the first line of the class's docstring;
+- ``short``: the name in strings such as ``lookup,nodes=8``, by default the field's;
+- ``has_text``: False if no string can hold the value.
 
-A class whose fields are described elsewhere says where in `described_in`, such as ``"polydraft.beam.options:BeamOptions"``: the
-command line takes its help from there without importing that module, and torch with it.
+A class whose fields are described elsewhere says where in `described_in`, such as ``"polydraft.beam.options:BeamOptions"``. The
+command line then reads its help there without importing that module, and torch with it.
 """
 
 import ast
@@ -39,40 +39,40 @@ _WIDTH = 120
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """One field of a dataclass, with what it says of itself."""
+    """One field of a dataclass, with its description."""
 
     name: str
     annotation: Any
     default: Any
     doc: str
-    """All paragraphs of its docstring, without line breaks inside."""
+    """All paragraphs of the docstring, without line breaks inside."""
     heading: str
     short: str
-    """Its name in texts; of a switch `no_x` it is ``x``."""
+    """Its name in strings; for a switch `no_x`, it is ``x``."""
     has_text: bool
 
     @property
     def help(self) -> str:
-        """What it is, in a paragraph."""
+        """The first paragraph of the docstring."""
         return self.doc.split("\n\n")[0]
 
     @property
     def kind(self) -> Any:
-        """Its type where it is given."""
+        """Its type without None."""
         return next((part for part in get_args(self.annotation) if part is not NoneType), self.annotation)
 
     def read(self, text: str) -> Any:
-        """Turn what stands behind ``short=`` into a value; its dataclass checks the rest."""
+        """Parse the string after ``short=``; the dataclass checks the value."""
         try:
             if self.kind is bool:
-                return _YES[text] != self.name.startswith("no_")
+                return _YES[text] != self.name.startswith("no_")  # ``x=no`` turns `no_x` on
             return self.kind(text) if self.kind in _WORDS else text
         except (ValueError, KeyError):
             raise UsageError(f"{self.short}={text!r} is out of range; allowed: {_WORDS[self.kind]}") from None
 
 
 def options_in(kind: type[Any]) -> list[Option]:
-    """Return the fields of a dataclass, those of its first base class first."""
+    """Return the fields of a dataclass, those of its own first, then those of each base class."""
     assert dataclasses.is_dataclass(kind)
     fields, found = {field.name: field for field in dataclasses.fields(kind)}, []
     for owner in kind.__mro__[:-1]:
@@ -86,7 +86,7 @@ def options_in(kind: type[Any]) -> list[Option]:
 
 
 def _docs(kind: type[Any]) -> dict[str, str]:
-    """Return the docstrings below a class's own fields, by field, or those where it says that they are."""
+    """Return the docstrings of a class's own fields, by field; those named by `described_in` included."""
     found = {}
     if place := vars(kind).get("described_in"):
         found.update(_docs_in(*place.split(":")))
@@ -94,7 +94,7 @@ def _docs(kind: type[Any]) -> dict[str, str]:
 
 
 def _docs_in(module: str, name: str) -> dict[str, str]:
-    """Return the docstrings below a class's fields, of a module that need not be imported."""
+    """Return the docstrings of a class's fields, without importing its module."""
     found = {}
     for statement, following in pairwise(_class_bodies(module).get(name, [])):
         match statement, following:
@@ -105,7 +105,7 @@ def _docs_in(module: str, name: str) -> dict[str, str]:
 
 @cache
 def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
-    """Parse a module once: `inspect.getsource` of a class would do so for each. Without its source nothing is said."""
+    """Parse a module once; `inspect.getsource` of each class would parse it again. Without its source, return nothing."""
     try:
         parsed = ast.parse(inspect.getsource(sys.modules[module]) if module in sys.modules else _source(module))
     except (OSError, TypeError):
@@ -120,7 +120,7 @@ def _source(module: str) -> str:
 
 
 def described_by(kind: Callable[Given, Options]) -> Callable[[Callable[[Options], Result]], Callable[Given, Result]]:
-    """Return a decorator: a function of a dataclass becomes one of its fields, with their names, types and docstrings."""
+    """Return a decorator that turns a function of a dataclass into one of its fields, with names, types and docstrings."""
 
     def decorate(function: Callable[[Options], Result]) -> Callable[Given, Result]:
         @wraps(function)
@@ -140,7 +140,7 @@ def described_by(kind: Callable[Given, Options]) -> Callable[[Callable[[Options]
 def made_from(
     kind: Callable[Given, Options],
 ) -> Callable[[Callable[[Self, Options], None]], Callable[Concatenate[Self, Given], None]]:
-    """Do for a constructor what `described_by` does for a function; `documented` describes its class."""
+    """Return a decorator that does this for a constructor; `documented` describes its class."""
 
     def decorate(function: Callable[[Self, Options], None]) -> Callable[Concatenate[Self, Given], None]:
         @wraps(function)
@@ -153,7 +153,7 @@ def made_from(
 
 
 def documented(kind: type[Any]) -> Callable[[Class], Class]:
-    """Return a decorator of a class whose constructor is `made_from` a dataclass."""
+    """Return a decorator that documents a class whose constructor is `made_from` a dataclass."""
 
     def decorate(made: Class) -> Class:
         made.__doc__ = _documented(made.__doc__, kind)
@@ -170,7 +170,7 @@ def _parameters(kind: Any) -> list[inspect.Parameter]:
 
 
 def _documented(doc: str | None, kind: Any) -> str:
-    """Put a section of parameters behind a docstring's first paragraphs, before its other sections."""
+    """Insert a section of parameters after a docstring's first paragraphs, before its other sections."""
     described = {option.name: option for option in options_in(kind)}
     lines = ["", "Parameters", "----------"]
     for parameter in _parameters(kind):

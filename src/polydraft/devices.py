@@ -1,4 +1,4 @@
-"""What devices can do: the one place that looks at a device's type."""
+"""What devices can do: the one place that looks at the type of a device."""
 
 import platform
 from collections.abc import Iterator
@@ -12,28 +12,33 @@ _hidden = False
 
 
 def is_host(device: torch.device) -> bool:
-    """Whether the host computes there: it can read values without waiting, and pays for every further token of a pass."""
+    """Whether the device is the CPU: reading values is free there, and every token of a pass takes time."""
     return device.type == "cpu"
 
 
 def can_sync(tensor: Tensor) -> bool:
-    """Whether the host may read values: free on a CPU, where it saves useless work; elsewhere it stalls the device."""
+    """Whether the host may read values: free on a CPU, where it saves useless work; elsewhere it would stall the device."""
     return is_host(tensor.device) and not _hidden
 
 
 def captures(device: torch.device) -> bool:
-    """Whether work on a device can be captured once and replayed (CUDA graphs)."""
+    """Whether the device can capture work and replay it (CUDA graphs)."""
     return device.type == "cuda"
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a number format, such as ``"bfloat16"``."""
+    return str(dtype).removeprefix("torch.")
+
+
 def wait_for(device: torch.device) -> None:
-    """Let the host wait until a device has done all that was asked of it."""
+    """Wait until a device has finished all of its work."""
     if captures(device):
         torch.cuda.synchronize(device)
 
 
 def cpu_facts() -> dict[str, str]:
-    """Return what the system tells of its CPU (``"model name"``, ``"flags"`` and more); nothing where it is silent."""
+    """Return what the system knows about its CPU (``"model name"``, ``"flags"`` and more); empty if it does not say."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -42,21 +47,21 @@ def cpu_facts() -> dict[str, str]:
 
 
 def cpu_name() -> str:
-    """Return the model of the CPU."""
+    """Return the CPU's model name."""
     return cpu_facts().get("model name") or platform.processor() or platform.machine()
 
 
 def cpu_features() -> str:
-    """Return model and instruction sets of the CPU, as far as the system tells."""
+    """Return model and instruction sets of the CPU, as far as they are known."""
     names = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
     return "\n".join(f"{name}: {value}" for name, value in cpu_facts().items() if name in names) or platform.processor()
 
 
 @contextmanager
 def values_hidden() -> Iterator[None]:
-    """Treat a CPU like a device whose values the host may not read, to test on a CPU what a GPU runs.
+    """Treat the CPU like a device whose values the host may not read, so that tests on a CPU run what a GPU runs.
 
-    It holds for the whole process.
+    This affects the whole process.
     """
     global _hidden
     before, _hidden = _hidden, True

@@ -6,7 +6,7 @@
     ├── UsageError (also ValueError)        the caller asked for something impossible; the command line exits with 2
     └── FailureError (also RuntimeError)    the request was fine, but the work failed; the command line exits with 1
 
-A message is one line: what, which value, what is allowed, what to do.
+A message is one line: what is wrong, which value, what is allowed, what to do.
 """
 
 import difflib
@@ -17,9 +17,9 @@ from typing import Any, TypeVar
 Member = TypeVar("Member", bound=StrEnum)
 
 _MOST_SHOWN = 80
-"""Characters of a wrong value that a message repeats."""
+"""Most characters of a wrong value that a message shows."""
 _MOST_SAID = 200
-"""Characters of another library's error."""
+"""Most characters of another library's error that a message shows."""
 
 
 class PolydraftError(Exception):
@@ -35,7 +35,7 @@ class FailureError(PolydraftError, RuntimeError):
 
 
 def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> UsageError:
-    """Describe an unknown name, with the nearest allowed one first."""
+    """Return the error for an unknown name, with the most similar allowed name first."""
     names = sorted(allowed)
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
@@ -43,7 +43,7 @@ def unknown_name(kind: str, name: str, allowed: Iterable[str]) -> UsageError:
 
 
 def member(kind: type[Member], what: str, value: Any) -> Member:
-    """Return the member of an enumeration by its value."""
+    """Return the member of an enumeration with this value, or raise an error that lists all values."""
     try:
         return kind(value)
     except ValueError:
@@ -51,31 +51,36 @@ def member(kind: type[Member], what: str, value: Any) -> Member:
 
 
 def shown(value: Any) -> str:
-    """Return a wrong value for a message: on one line, and shortened if it is long."""
-    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print very long ones
+    """Return a wrong value for a message: on one line, and cut if it is long."""
+    if isinstance(value, int) and value.bit_length() > 256:  # Python refuses to print very long numbers
         return f"a number of {value.bit_length()} bits"
     text = " ".join(repr(value).split())
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 
 
 def first_line(error: BaseException, *, kind: bool = False) -> str:
-    """Return what an error says in its first line, or its type if it says nothing.
+    """Return the first line of an error's message, or its type if there is no message.
 
-    The second line is added if the first one only announces it, and the type too if `kind` is set: what transformers or a
-    user's module raises often makes no sense without it.
+    If the first line ends in a colon, the second is added. With `kind`, the type always comes first: errors of transformers or
+    of a user's module often make no sense without it.
     """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     said = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])[:_MOST_SAID]
-    return ": ".join(part for part in ((type(error).__name__ if kind or not said else ""), said) if part)
+    name = type(error).__name__
+    if not said:
+        return name
+    return f"{name}: {said}" if kind else said
 
 
 def duration(seconds: float) -> str:
-    """Return a time in convenient units, for a message."""
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    """Return a time in a convenient unit, for a message."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
 def check_ranges(options: object, ranges: Iterable[tuple[str, float, float]]) -> None:
-    """Refuse options that are out of range, calling them by their flags."""
+    """Refuse options that are out of range; messages name their flags."""
     for name, low, high in ranges:
         value = getattr(options, name)
         if value is not None and not low <= value <= high:

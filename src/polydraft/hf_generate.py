@@ -1,4 +1,4 @@
-"""polydraft inside Hugging Face `generate`: the same call, the same distribution, several tokens per pass."""
+"""polydraft inside Hugging Face `generate`: the same call and the same distribution, with several tokens per pass."""
 
 import inspect
 import os
@@ -13,7 +13,7 @@ from torch import Tensor
 import polydraft.papers  # noqa: F401 - Self-Draft's branches
 from polydraft.defaults import NONE, asked_for, default_draft, default_tree
 from polydraft.described import documented, made_from
-from polydraft.devices import is_host
+from polydraft.devices import dtype_name, is_host
 from polydraft.draft import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
 from polydraft.draft.grams import gram_tree
 from polydraft.draft.tree_drafter import check_drafter, split_drafter
@@ -43,10 +43,10 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("prompt_lookup_num_tokens", "assistant_early_exit", "speculation_type", "use_mtp"), _OFF),
     **dict.fromkeys(("cache_config", "max_cache_len", "compile_config"), _OFF),
 }
-"""Settings of `generate` that we do not support, each with the values that leave it off."""
-# Processors that keep state between calls, or run a model: calls for the nodes of a tree would confuse them.
+"""Unsupported settings of `generate`, each with the values that turn it off."""
+# Processors that keep state between calls, or run a model, would be confused by calls for the nodes of a tree.
 _REMEMBERING = ("ClassifierFreeGuidance", "SynthIDText", "Whisper", "AlternatingCodebooks", "BarkEos", "Dia")
-# Arguments that `generate` prepares itself, or that we support.
+# Arguments that `generate` itself prepares, or that are supported.
 _PREPARED = (
     "attention_mask", "position_ids", "past_key_values", "cache_params", "use_cache", "logits_to_keep", "cache_position",
     "streamer",
@@ -57,17 +57,17 @@ _ROW_DEPENDENT = ("PrefixConstrained", "EncoderRepetitionPenalty", "EncoderNoRep
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculateOptions(TreeOptions):
-    """What `Speculate` can be told."""
+    """Options of `Speculate`."""
 
     draft: Any = field(default=AUTO, kw_only=False)
-    """A small transformers model with the same tokenizer, on the same device, a `LanguageModel` or a `Head`; or what
-    `polydraft.load` takes by name, loaded for the first model that it is used with; None for plain decoding.
+    """A small transformers model with the same tokenizer, on the same device; a `LanguageModel` or a `Head`; a name that
+    `polydraft.load` takes, which is loaded for the first model it is used with; or None for plain decoding.
 
-    ``"auto"`` is what `load` means by it: the draft that is known for the model, or else its own weights in int8, or n-grams;
-    nothing but n-grams where these are asked for. Names are compared by tokenizers where that of the model is on this machine,
-    by the size of their vocabularies otherwise."""
+    ``"auto"`` means the same as for `load`: the known draft of the model, or else its own weights in int8, or n-grams; with
+    `ngrams`, only those. For a draft given by name, tokenizers are compared if the model's is on this machine, else only
+    the sizes of the vocabularies."""
     ngrams: str | None = None
-    """Also draft from n-grams: self-draft, ngram, lookup, suffix, corpus; join several with +.
+    """Also draft from n-grams: self-draft, ngram, lookup, suffix, corpus, or several joined with +.
 
     A corpus cache must be named in `grams`; its tokenizer cannot be checked here."""
 
@@ -79,11 +79,11 @@ class SpeculateOptions(TreeOptions):
             check_drafter(self.ngrams, self.walk)
 
     def shape_for(self, draft: LanguageModel | Head) -> Topology | DynamicShape:
-        """Return the draft tree; ``"auto"`` is a dynamic one on a CPU, as for `polydraft.load`."""
+        """Return the shape of the draft tree; ``"auto"`` means the same as for `polydraft.load`."""
         tree = self.tree
         if tree == AUTO:
-            dtype = str(getattr(draft, "dtype", torch.float32)).removeprefix("torch.")
-            asked = asked_for(self.scheme, self.walk, drafter="model")  # a single tree for all temperatures
+            dtype = dtype_name(getattr(draft, "dtype", torch.float32))
+            asked = asked_for(self.scheme, self.walk, drafter="model")  # one tree for all temperatures
             tree = default_tree(gpu=not is_host(draft.device), dtype=dtype, asked=asked)
         dynamic, topology = replace(self, tree=tree).shape
         return topology if dynamic is None else dynamic
@@ -97,11 +97,11 @@ class Speculate:
 
     Notes
     -----
-    Logits processors beyond temperature, top-k, top-p, min-p and repetition penalty may look at padding and row numbers: they
-    are called for one row at a time, with the arguments that plain `generate` would give them.
-    Processors must depend on their arguments alone. They are never called past an end of text, a stop string or the last token,
-    but may be called past the end that your own stopping criterion sets, as far as a tree reaches.
-    `generate` does not pass its `tokenizer` argument on: instead of ``stop_strings=`` use
+    Logits processors other than temperature, top-k, top-p, min-p and repetition penalty are called for one row at a time, with
+    the arguments that plain `generate` would pass, padding and row number included.
+    A processor must depend only on its arguments. It is never called after an end-of-text token, a stop string or the last
+    token, but may be called beyond the end that your own stopping criterion sets, as far as a tree reaches.
+    `generate` does not pass on its `tokenizer` argument: instead of ``stop_strings=``, use
     ``stopping_criteria=[StopStringCriteria(tokenizer, [...])]``.
 
     Examples
@@ -119,11 +119,11 @@ class Speculate:
         self._options = options
         self._drafter: Drafter = Plain()
         self._draft: LanguageModel | Head | None = None
-        named = isinstance(options.draft, str)  # for a target that is not known yet
+        named = isinstance(options.draft, str)  # to be loaded once the target is known
         self._draft_by(None if named or options.draft is None else given_draft(options.draft))
 
     def _draft_by(self, draft: LanguageModel | Head | None) -> None:
-        """Make the drafter."""
+        """Make the drafter for a draft, or without one."""
         options, pauses = self._options, self._options.tree == AUTO
         self._draft, self._drafter = None, Plain()
         if draft is not None:
@@ -136,7 +136,7 @@ class Speculate:
             self._drafter = _with_ngrams(self._drafter, options.ngrams, options.grams or GramTreeOptions(), pauses)
 
     def _draft_by_name(self, name: str, loaded: Loaded) -> None:
-        """Load a draft for a target and make the drafter; without a name, as `load` does."""
+        """Load a draft for a target, and make the drafter; ``"auto"`` chooses as `load` does."""
         options, target = self._options, loaded.model
         if name == AUTO:
             name = NONE if options.ngrams is not None else default_draft(target.name)
@@ -156,7 +156,7 @@ class Speculate:
         streamer: Any = None,
         **model_kwargs: Any,
     ) -> Any:
-        """Decode; `generate` calls this with everything prepared and returns the result."""
+        """Decode; `generate` calls this with prepared arguments, and returns the result."""
         target = self._wrapped(model)
         dropped = _dropped_arguments()
         asked = {name: value for name, value in {**model_kwargs, **dropped}.items() if not _tells_of_text(model, name, value)}
@@ -171,11 +171,11 @@ class Speculate:
         seed = int(torch.randint(2**62, (1,))) if generation_config.do_sample else 0
         eos_criteria = [one for one in stopping_criteria if type(one) is transformers.EosTokenCriteria]
         ends = [token for one in eos_criteria for token in one.eos_token_id.flatten().tolist()]
-        # Without end-of-text tokens, all rows of a batch grow until the last one has ended.
+        # Without end-of-text tokens, `generate` extends all rows of a batch until the last one has ended.
         stops_after = _stop_strings(stopping_criteria, target.device) if ends or len(prompts) == 1 else None
         decoder, sequences = Decoder(target, self._drafter, eos_token_ids=ends), []
         for row, prompt in enumerate(prompts):
-            # Other processors may look at padding and row numbers, so each row has its own.
+            # Other processors may depend on padding and row numbers, so each row has its own.
             bound = [_RowProcessor(other, paddings[row], row, len(prompts)) for other in others] if apart else others
             sequences.append(
                 decoder.sequence(
@@ -197,7 +197,7 @@ class Speculate:
         return output_ids
 
     def _wrapped(self, model: Any) -> HFModel:
-        """Return the target as a `LanguageModel`: that of the last call if the model has not changed since."""
+        """Return the target as a `LanguageModel`: the one of the last call, if the model has not changed since."""
         if model.training:
             raise in_training("model")
         target, name = self._target, self._options.draft
@@ -214,10 +214,10 @@ class Speculate:
 
 
 def _tokenizer_of(model: Any) -> Any:
-    """Return the tokenizer that lies beside a model on this machine; None if there is none."""
+    """Return the tokenizer of a model, if it is on this machine; else None."""
     try:
         return transformers.AutoTokenizer.from_pretrained(model.config.name_or_path, local_files_only=True)
-    except Exception:  # no name, no files, or none that can be read: the caller does without
+    except Exception:  # no name, no files, or unreadable ones: the caller can do without
         return None
 
 
@@ -243,7 +243,7 @@ def _decode(
     generation_config: Any,
     streamer: Any,
 ) -> Tensor:
-    """Hand out one token per row at a time, however many a round yields: criteria and streamers see plain decoding."""
+    """Hand out one token per row at a time, so that criteria and streamers see plain decoding."""
     ends_rows = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
     tokens: list[list[int]] = [[] for _ in input_ids]
     unfinished = [True] * len(tokens)
@@ -260,7 +260,7 @@ def _decode(
         input_ids = torch.cat([input_ids, column_B[:, None]], dim=1)
         done = torch.as_tensor(stopping_criteria(input_ids, None)).expand(len(column)).tolist()
         unfinished = [going and not stop for going, stop in zip(unfinished, done, strict=True)]
-        # Without end-of-text tokens `generate` lets finished rows grow until all are finished; so do we.
+        # Without end-of-text tokens, `generate` extends finished rows until all are finished, and so does this.
         ended = [not going and (ends_rows or not any(unfinished)) for going in unfinished]
         for sequence in sequences:
             if ended[sequence.row] and (not sequence.done or len(tokens[sequence.row]) > step + 1):
@@ -274,7 +274,7 @@ def _decode(
 
 
 def _stop_strings(stopping_criteria: Any, device: torch.device) -> Callable[[Sequence[int]], bool] | None:
-    """Return a function that says whether a stop string ends a text; other criteria may keep state and are not asked ahead."""
+    """Return a function that tells whether a stop string ends a text. Other criteria may keep state, so they are left out."""
     known = transformers.StopStringCriteria.__call__
     found = [one for one in stopping_criteria if type(one).__call__ is known]
     if not found:
@@ -283,7 +283,7 @@ def _stop_strings(stopping_criteria: Any, device: torch.device) -> Callable[[Seq
 
 
 def _check_room(target: HFModel, longest: int, max_new_tokens: int) -> None:
-    """Refuse, before the first token, a text that could outgrow the model's positions where these cannot be extended."""
+    """Refuse, before the first token, a text that may outgrow the model's positions."""
     positions = target.max_positions
     if positions is not None and longest + max_new_tokens > positions:
         raise UsageError(
@@ -300,9 +300,9 @@ def _padding(generation_config: Any) -> int:
 
 
 def _dropped_arguments() -> dict[str, Any]:
-    """Return arguments of `generate` that it does not pass on to a callable.
+    """Return arguments of `generate` that transformers (5.22) does not pass on.
 
-    transformers 5.22 drops them. Reading the caller's variables is better than silently ignoring what the user asked for.
+    They are read from the caller's variables, which is better than to ignore silently what the user asked for.
     """
     code = inspect.unwrap(transformers.GenerationMixin.generate).__code__
     frame = inspect.currentframe()
@@ -315,14 +315,15 @@ def _dropped_arguments() -> dict[str, Any]:
 def _refuse(config: Any, processors: Sequence[Any], arguments: dict[str, Any], usual: Any) -> None:
     """Raise a `UsageError` that names the first unsupported setting; `usual` is the model's own generation config."""
     asked = {name: getattr(config, name, None) for name in _HARMLESS}
-    if asked["use_cache"] == usual.use_cache:  # MPT turns it off, which costs time but changes no text
+    if asked["use_cache"] == usual.use_cache:  # MPT turns it off, which takes time but changes no text
         del asked["use_cache"]
     refused = [f"{name}={value!r}" for name, value in asked.items() if value not in _HARMLESS[name]]
     for name, value in arguments.items():
         prepared = name in _PREPARED and not getattr(value, "_is_user_defined", False)
-        # `generate` passes on empty collections (of images, say) that nobody gave it.
+        # `generate` adds empty collections (of images, say) of its own.
         nothing = value is None or value is False or (isinstance(value, dict | list | tuple) and not value)
-        refused += [name] if not prepared and not nothing else []
+        if not (prepared or nothing):
+            refused.append(name)
     names = [type(processor).__name__ for processor in processors]
     refused += [f"{name}, which remembers earlier calls," for name in names if any(word in name for word in _REMEMBERING)]
     if refused:
@@ -330,20 +331,20 @@ def _refuse(config: Any, processors: Sequence[Any], arguments: dict[str, Any], u
 
 
 def _tells_of_text(model: Any, name: str, value: Any) -> bool:
-    """Whether an argument only says that all tokens are text, as a multimodal model's processor does."""
+    """Whether an argument only says that all tokens are text, as processors of multimodal models do."""
     kinds = ("mm_token_type_ids", *(("token_type_ids",) if text_config(model) is not model.config else ()))
     return name in kinds and isinstance(value, Tensor) and not bool(value.any())
 
 
 def _split_padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> tuple[list[list[int]], list[list[int]]]:
-    """Cut the padding off the left of each row; return it and the texts."""
+    """Cut off the padding at the left of each row; return paddings and texts."""
     mask_BL = model_kwargs.get("attention_mask")
     mask_BL = torch.ones_like(input_ids) if mask_BL is None else mask_BL.long()
     if mask_BL.shape != input_ids.shape or not mask_BL.equal(mask_BL.cummax(dim=1).values):
         raise UsageError("attention_mask hides tokens in the middle or at the end; allowed: padding on the left only")
     positions_BL = model_kwargs.get("position_ids")
     expected_BL = (mask_BL.cumsum(dim=1) - 1).clamp(min=0)
-    # Multimodal models have several positions per token, which for text are all the same.
+    # Multimodal models have several positions per token; for text, all of them are the same.
     if positions_BL is not None and not ((positions_BL == expected_BL) | (mask_BL == 0)).all():
         raise UsageError("position_ids other than 0, 1, 2, ... do not work with custom_generate=Speculate(...); leave them out")
     pairs = list(zip(input_ids.tolist(), (mask_BL == 0).sum(dim=1).tolist(), strict=True))
@@ -351,7 +352,7 @@ def _split_padding(input_ids: Tensor, model_kwargs: dict[str, Any]) -> tuple[lis
 
 
 class _RowProcessor:
-    """A logits processor for one row of a batch: it sees the row's padding, and the row's number if it depends on that."""
+    """A logits processor for one row of a batch: it sees the row's padding, and its number if the processor depends on it."""
 
     def __init__(self, processor: Any, padding: list[int], row: int, rows: int) -> None:
         self._processor, self._padding, self._row = processor, padding, row

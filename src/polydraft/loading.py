@@ -1,15 +1,15 @@
-"""From names to a working decoder."""
+"""Load models by name, and make a decoder of them."""
 
 import dataclasses
 import logging
 
 import torch
 
-import polydraft.papers  # noqa: F401 - they register what they add
+import polydraft.papers  # noqa: F401 - registers lossy rules and the like
 from polydraft.automatic import automatic_draft, leaves_drafting_open
 from polydraft.defaults import NONE, asked_for, default_draft, default_tree
 from polydraft.described import described_by
-from polydraft.devices import is_host
+from polydraft.devices import dtype_name, is_host
 from polydraft.draft import LOSSY_DRAFTERS, GramTreeOptions, Parts, make_drafter
 from polydraft.draft.tree_drafter import needs_draft
 from polydraft.engine import Decoder
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @described_by(LoadOptions)
 def load(options: LoadOptions) -> Decoder:
-    """Load a target and a draft and return the decoder.
+    """Load a target and its draft, and return a decoder.
 
     Returns
     -------
@@ -37,21 +37,21 @@ def load(options: LoadOptions) -> Decoder:
 
     See Also
     --------
-    polydraft.LoadOptions : the same as a value, for `polydraft.loading.load_with`.
+    polydraft.LoadOptions : these options as a value, for `polydraft.loading.load_with`.
     """
     return load_with(options)
 
 
 def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None = None) -> Decoder:
-    """Load what the options ask for, as `load` does.
+    """Load what the options say, as `load` does.
 
     Parameters
     ----------
     options : LoadOptions
     batch, temperature : int, float
-        What it is for: which of a profile's settings stands in for ``"auto"``.
+        Expected batch size and temperature: they select the setting of a profile that ``"auto"`` stands for.
     """
-    # Everything that can be checked without loading a model comes first: a typing error should not cost a minute.
+    # Check everything that needs no model first: a typo should not cost a minute.
     options.check_used()
     check_device_map(options.device_map, options.device)
     asked, left_open = options, options.tree == AUTO
@@ -77,7 +77,7 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
     try:
         if options.draft != AUTO:
             draft = load_draft(options.draft, loaded)
-    except PolydraftError as error:  # such as one that reads tables which are spread over devices
+    except PolydraftError as error:  # such as a head that needs tables which are spread over devices
         if asked.draft != AUTO or not left_open:
             raise
         logger.info("%s has a head that cannot draft: %s", loaded.model.name, error)
@@ -88,9 +88,10 @@ def load_with(options: LoadOptions, *, batch: int = 1, temperature: float | None
 
 
 def resolved(options: LoadOptions, *, batch: int = 1, temperature: float | None = None) -> LoadOptions:
-    """Return the options with the draft, the tree and the drafter that ``"auto"`` means on this machine.
+    """Return the options with the draft, tree and drafter that ``"auto"`` means on this machine.
 
-    The draft stays ``"auto"`` where none is known and none was ruled out: `polydraft.automatic` chooses by the target's sizes.
+    The draft stays ``"auto"`` if the target has no known draft and the options leave drafting open: `polydraft.automatic` then
+    chooses by the target's size.
     """
     place = resolve_device(options.device)
     number_format = resolve_dtype(options.dtype, place)
@@ -98,7 +99,7 @@ def resolved(options: LoadOptions, *, batch: int = 1, temperature: float | None 
 
 
 def default_decoder(loaded: Loaded, draft: LanguageModel | Head | None, target: str) -> Decoder:
-    """Make the decoder that `load` makes of a target of this name, and the draft that is known for it, if nothing is tuned."""
+    """Make the decoder that `load` would make for a target and its known draft, if any, without a profile."""
     options = LoadOptions(target=target, draft=INT8 if isinstance(draft, Int8Copy) else "given")
     if draft is None:
         options, draft = automatic_draft(options, loaded)
@@ -108,9 +109,9 @@ def default_decoder(loaded: Loaded, draft: LanguageModel | Head | None, target: 
 
 
 def make_decoder(options: LoadOptions, loaded: Loaded, draft: LanguageModel | Head | None, *, pauses: bool = False) -> Decoder:
-    """Make a decoder of models that are there already; the options' own names of models and machines are not looked at.
+    """Make a decoder of loaded models; what the options say about models and machines is ignored.
 
-    `pauses` if nobody asked for this tree: on a CPU, drafting then pauses while it does not pay.
+    `pauses` means that the tree is a default: on a CPU, drafting then pauses while it does not pay.
     """
     grams, lossy = options.grams or GramTreeOptions(), options.lossy
     if lossy in (FLAT_BLOCKS, SELF_DRAFT):
@@ -143,23 +144,26 @@ def make_decoder(options: LoadOptions, loaded: Loaded, draft: LanguageModel | He
 
 
 def _check_place(options: LoadOptions, loaded: Loaded) -> None:
-    """Refuse a device or number format other than that of a model that is loaded already."""
+    """Refuse options for another device or number format than that of a loaded model."""
     device, dtype = loaded.model.device, loaded.model.dtype
     asked = device if options.device == AUTO else resolve_device(options.device)
     if asked.type != device.type or asked.index not in (None, device.index):
         raise UsageError(f"the target is on {device} already, not on {asked}; move it, or leave out device")
     if options.dtype != AUTO and DTYPES.get(options.dtype) != dtype:
-        own = str(dtype).removeprefix("torch.")
-        raise UsageError(f"the target is in {own} already, not in {options.dtype}; pass its name instead, or leave out dtype")
+        raise UsageError(
+            f"the target is in {dtype_name(dtype)} already, not in {options.dtype}; pass its name instead, or leave out dtype"
+        )
 
 
 def _say_defaults(loaded: Loaded, follow: bool) -> None:
-    """Say in a line which of the checkpoint's own settings hold where a request says nothing."""
+    """Log which of the checkpoint's own settings are the defaults of requests."""
     defaults = loaded.defaults
     if defaults is None or not follow:
         return
     if defaults:
-        logger.info("following generation_config.json of %s: %s (--no-generation-config: off)", loaded.model.name, defaults)
+        logger.info(
+            "following generation_config.json of %s: %s (--no-generation-config turns this off)", loaded.model.name, defaults
+        )
     if defaults.left_out:
         names = ", ".join(f"{name}={value}" for name, value in defaults.left_out.items())
         logger.info("not following %s in generation_config.json of %s: set it in the call", names, loaded.model.name)
@@ -168,7 +172,7 @@ def _say_defaults(loaded: Loaded, follow: bool) -> None:
 def _tuned(
     options: LoadOptions, place: torch.device, number_format: torch.dtype, batch: int, temperature: float | None
 ) -> LoadOptions:
-    """Put what `polydraft tune` found in place of what was left open, where all of it was left open."""
+    """Fill in what `polydraft tune` found, if the options leave drafting open."""
     if not leaves_drafting_open(options):
         return options
     draft = default_draft(options.target, options.draft)
@@ -181,12 +185,12 @@ def _tuned(
 
 
 def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dtype) -> LoadOptions:
-    """Put what ``"auto"`` means in place of draft and tree; they are checked as if they had been given."""
+    """Resolve ``"auto"`` for draft and tree; the result is checked like given options."""
     tree, draft = options.tree, options.draft
     if tree == AUTO:
         tree = default_tree(
             gpu=not is_host(place),
-            dtype=str(number_format).removeprefix("torch."),
+            dtype=dtype_name(number_format),
             asked=asked_for(options.scheme, options.walk, options.drafter, options.lossy),
             target=options.target,
             shared=options.device_map == TENSOR_PARALLEL,
@@ -200,7 +204,7 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
 
 
 def _decision(options: LoadOptions, draft: LanguageModel | Head | None) -> DecisionModel | None:
-    """Load the decision model that is asked for, if one is."""
+    """Load the decision model, if the options name one."""
     name = options.decision
     if name is None or name == "none":
         return None

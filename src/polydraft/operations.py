@@ -1,14 +1,14 @@
-"""Operations: each is written once, in plain torch, and run by the first faster form that supports the case at hand.
+"""Operations: each is written once, in plain torch, and run by the first faster form that supports its arguments.
 
-The reference is a function that reads like the paper, decorated with `operation`. Backends (`polydraft.backends.triton`, GPU
-kernels; `polydraft.backends.native`, C on a CPU) register faster forms of it with `implements`, each with one `supports` that
-takes the same arguments and says whether the form can run them. A call of the operation asks the forms in the order of
-`BACKENDS`, within a backend in that of its `forms.py`, and falls back on the reference. This module is the only place that
-chooses, and finds the backends by name: a reference never imports its faster forms.
+The *reference* is a function that reads like the paper, decorated with `operation`. Backends (`polydraft.backends.triton`, GPU
+kernels; `polydraft.backends.native`, C on a CPU) register faster *forms* with `implements`, each with a function `supports`,
+which takes the same arguments and tells whether the form can run them. A call asks the forms in the order of `BACKENDS`, and
+within a backend in the order of its `forms.py`; if none supports the arguments, the reference runs. Only this module chooses.
+It finds the backends by name, so a reference never imports its faster forms.
 
-``POLYDRAFT_BACKENDS=reference`` in the environment runs everything on the references, ``POLYDRAFT_BACKENDS=native`` only the C
-forms, and so on; `using` does the same for a block of code. Every registered form is tested against its reference by being
-registered (tests/backends).
+With ``POLYDRAFT_BACKENDS=reference`` in the environment, everything runs on references, with ``POLYDRAFT_BACKENDS=native`` only
+C forms are used, and so on; `using` does the same for a block of code. Tests compare every registered form with its reference
+(tests/backends).
 """
 
 import importlib
@@ -25,7 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 BACKENDS = ("triton", "native")
-"""Names of packages in `polydraft.backends`, the first choice first."""
+"""Names of packages in `polydraft.backends`, in the order of preference."""
 REFERENCE = "reference"
 _VARIABLE = "POLYDRAFT_BACKENDS"
 
@@ -52,7 +52,7 @@ class Operation(Generic[P, R]):
 
     @property
     def name(self) -> str:
-        """How tests and messages call it."""
+        """The reference's name, for tests and messages."""
         return self.reference.__name__
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -80,7 +80,7 @@ def all_operations() -> dict[str, Operation[..., Any]]:
 
 
 def operation(reference: Callable[P, R]) -> Operation[P, R]:
-    """Decorate a reference in plain torch, for which backends may register faster forms."""
+    """Decorate a reference in plain torch, so that backends can register faster forms of it."""
     made = Operation(reference)
     assert made.name not in OPERATIONS, f"two operations are called {made.name}"
     OPERATIONS[made.name] = made
@@ -90,7 +90,7 @@ def operation(reference: Callable[P, R]) -> Operation[P, R]:
 def implements(
     operation: Operation[P, R], backend: str, *, supports: Callable[P, bool]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a faster form of an operation, which gives the same results wherever it `supports` the arguments."""
+    """Decorate a faster form of an operation. It must give the same results for all arguments that it `supports`."""
     assert backend in BACKENDS, backend
 
     def register(run: Callable[P, R]) -> Callable[P, R]:
@@ -102,7 +102,7 @@ def implements(
 
 
 def _named(value: str) -> frozenset[str]:
-    """Return the backends that a list such as ``triton,native`` allows; ``reference`` stands for none."""
+    """Return the backends in a list such as ``triton,native``; ``reference`` stands for none."""
     names = [name.strip() for name in value.split(",") if name.strip()]
     for name in names:
         if name not in (*BACKENDS, REFERENCE):
@@ -119,7 +119,7 @@ def enabled(backend: str) -> bool:
 
 
 def native_code() -> str:
-    """Say which compiled code runs models on this CPU, or why there is none; compiles it if that has not been done."""
+    """Return which compiled code runs models on this CPU, or why there is none. It is compiled if necessary."""
     if not enabled("native"):
         return "none: the backend is switched off"
     return str(importlib.import_module("polydraft.backends.native").describe())
@@ -127,9 +127,9 @@ def native_code() -> str:
 
 @contextmanager
 def using(*backends: str) -> Iterator[None]:
-    """Let only forms of these backends be chosen in a block of code; none but references without any.
+    """Allow only forms of these backends in a block of code; without any, only references.
 
-    It holds for the whole process, and for what is chosen inside the block: a decoder keeps what was chosen when it was made.
+    This affects the whole process, and only what is chosen inside the block: a decoder keeps the choices of when it was made.
     """
     global _enabled
     before = _enabled
@@ -142,6 +142,6 @@ def using(*backends: str) -> Iterator[None]:
 
 @cache
 def _load_backends() -> None:
-    """Import the backends, once, so that they register their forms. They import what they speed up, never the reverse."""
+    """Import the backends, once, so that they register their forms. Operations never import them."""
     for name in BACKENDS:
         importlib.import_module(f"polydraft.backends.{name}.forms")

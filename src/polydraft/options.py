@@ -1,6 +1,6 @@
-"""What a decoder can be made of, described and checked once: for `load`, `Speculate`, the command line and benchmark methods.
+"""Options of a decoder, described and checked once: for `load`, `Speculate`, the command line and benchmark methods.
 
-Nothing here imports torch before something is checked, so that help comes at once.
+Torch is only imported when values are checked, so that `--help` is immediate.
 """
 
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 AUTO = "auto"
 FLAT_BLOCKS, SELF_DRAFT = "flat-blocks", "self-draft"
 BY_LOAD = "load:"
-"""Before a tree: that one, or a smaller one where many rows share rounds."""
+"""Prefix of a tree: use that tree, or smaller ones when many rows share a round."""
 _FIRST = {"heading": "Options"}
 _NGRAMS = {"heading": "Drafting from n-grams"}
 _IN_PYTHON = {"has_text": False}
@@ -27,18 +27,18 @@ class PairOptions:
     """Options."""
 
     takes_models: ClassVar[bool] = False
-    """Whether target and draft may be models that are loaded already."""
+    """Whether target and draft may be loaded models."""
 
     target: Any = field(default="smollm2", kw_only=False)
     """Target model: smollm2 (bundled), a folder, a GGUF file, a hub name, or inflated:7b (bundled, at a large model's cost).
 
-    `load` also takes a model of transformers or peft that is loaded already."""
+    `load` also takes a loaded model of transformers or peft."""
     draft: Any = field(default=AUTO, kw_only=False)
     """Draft: a folder or hub name, mtp (the target's own MTP layers), int8 (its weights in int8), early-exit:k, none, or auto.
 
-    A small model with another tokenizer proposes the tokens that both have. ``"auto"`` is the head that ships for the target,
-    lies beside it or was trained for it, or the MTP layers of its checkpoint; else its int8 copy where memory allows, or
-    n-grams of the text. ``"early-exit:k"`` is its first k layers. `load` also takes a model that is loaded already."""
+    A small model with another tokenizer proposes tokens that both have. ``"auto"`` is a head that ships for the target, lies
+    beside it or was trained for it, or the MTP layers of its checkpoint; else an int8 copy of its weights if memory allows, or
+    n-grams of the text. ``"early-exit:k"`` is its first k layers. `load` also takes a loaded model."""
 
     def __post_init__(self) -> None:
         for name in ("target", "draft"):
@@ -48,7 +48,7 @@ class PairOptions:
             elif not isinstance(value, str) and not self.takes_models:
                 raise UsageError(
                     f"{name} is an object of type {type(value).__name__}, not a name; allowed: a folder, a hub name and the "
-                    "like; polydraft.load takes models that are loaded already"
+                    "like; polydraft.load takes loaded models, too"
                 )
 
 
@@ -57,11 +57,11 @@ class AdapterOptions:
     """Target."""
 
     adapter: str | None = None
-    """LoRA or another PEFT adapter for the target, a folder or hub name; it is merged into the weights.
+    """LoRA or other PEFT adapter for the target, a folder or hub name; it is merged into the weights.
 
-    Needs the package peft. The draft stays as it is. Beside quantised weights it stays separate."""
+    Needs the package peft. The draft stays unchanged. With quantised weights, the adapter is not merged."""
     tokenizer: Any = field(default=None, metadata=_IN_PYTHON)
-    """Tokenizer of a target that is loaded already; without one, prompts are token ids."""
+    """Tokenizer of a loaded target; without one, prompts are token ids."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,9 @@ class TreeOptions:
     """Draft tree: children per level (4x2x2x1x1), chain:5, fork:16x5, best:64x6 (64 nodes, 6 deep), [[0],[1],[0,0]], dynamic:64
     (at most 64 nodes, chosen each round), load:4x2x2x1x1 (or smaller, in batches), none, or auto.
 
-    See `polydraft.trees.parse_tree` and `polydraft.trees.parse_dynamic`. ``"best:64x6/4x2x1"`` is the first for one text at
-    temperature 0, the second otherwise. ``"auto"`` is such a pair on a GPU. On a CPU it is a dynamic tree, or a small static
-    one if you name a scheme, a walk or a lossy rule, and all drafting pauses while it does not pay."""
+    See `polydraft.trees.parse_tree` and `polydraft.trees.parse_dynamic`. ``"best:64x6/4x2x1"`` is the first tree for a single
+    text at temperature 0, and the second otherwise. ``"auto"`` is such a pair on a GPU. On a CPU, it is a dynamic tree, or a
+    small static one if you name a scheme, a walk or a lossy rule; drafting then pauses while it does not pay."""
     scheme: str = AUTO
     """How candidates are drawn and verified; 'polydraft info' lists the schemes.
 
@@ -111,7 +111,7 @@ class TreeOptions:
 
     @property
     def shape(self) -> "tuple[DynamicShape | None, Topology]":
-        """What bounds a tree that is chosen anew in every round, or None, and the shape of one that is not."""
+        """Limits of a dynamic tree, or None, and the shape of a static one."""
         from polydraft.trees import Topology, parse_dynamic, parse_tree
 
         tree = self.tree.rpartition("/")[2]
@@ -120,7 +120,7 @@ class TreeOptions:
 
     @property
     def greedy(self) -> "Topology | DynamicShape | None":
-        """Shape for one text at temperature 0, where it has another."""
+        """Tree for a single text at temperature 0, if it has one of its own; else None."""
         from polydraft.trees import parse_dynamic, parse_tree
 
         first, both, _ = self.tree.rpartition("/")
@@ -157,8 +157,8 @@ class PlaceOptions:
     dtype: str = AUTO
     """Number format: auto, float32, bfloat16, float16, or int8 (weights only, on a CPU).
 
-    ``"auto"`` is bfloat16 where the hardware computes in it. Output is exact for the target as loaded: int8 weights are a
-    slightly different model (docs/cpus.md says how different)."""
+    ``"auto"`` is bfloat16 if the hardware computes in it, else float32. Output is exact for the target as loaded; with int8
+    weights that is a slightly different model (docs/cpus.md has figures)."""
     device_map: str | None = field(default=None, metadata={"heading": "GPUs"})
     """For targets larger than one device: auto, balanced, sequential, or tp under torchrun."""
 
@@ -170,8 +170,8 @@ class ProfileOptions:
     profile: str = AUTO
     """Settings from polydraft tune: auto (those for this machine and pair), a file, or none.
 
-    They replace ``"auto"`` unless a tree, scheme, walk, drafter, decision, draft temperature or lossy rule is given. A profile
-    of another machine, pair or version is ignored, with one line in the log."""
+    They replace ``"auto"``, unless you give a tree, scheme, walk, drafter, decision, draft temperature or lossy rule. A profile
+    of another machine, pair or version is ignored, and the log says so."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +181,7 @@ class CheckpointOptions:
     generation_config: bool = True
     """Follow the target's generation_config.json (penalties, bans, sampling) unless a request says otherwise.
 
-    ``decoder.defaults.followed`` has the fields that are followed, as does one line of the log."""
+    ``decoder.defaults.followed`` and the log have the fields that are followed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +189,7 @@ class CpuOptions:
     """Machine."""
 
     native: bool = True
-    """On a CPU, run models with kernels in C, from the wheel or compiled on first use; if neither works, torch is used."""
+    """On a CPU, run models with C kernels, from the wheel or compiled on first use; if neither works, torch is used."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,9 +200,9 @@ class GpuOptions:
     """On a GPU, replay whole rounds as CUDA graphs."""
     invariant: bool | None = None
     """On a GPU, compute the same bits for a token whatever else is in the pass, so that greedy text equals plain decoding's
-    [default: in bfloat16, where the model can].
+    [default: in bfloat16, if the model supports it].
 
-    Llama-shaped models in bfloat16 or float32 can."""
+    Llama-shaped models in bfloat16 and float32 support it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -217,9 +217,9 @@ class LoadOptions(
     CpuOptions,
     GpuOptions,
 ):
-    """Everything that `polydraft.load` can be told: a decoder as a value, to be kept, compared or changed.
+    """All options of `polydraft.load`, as a value that can be stored, compared and changed.
 
-    Values are checked here as far as that takes no model and no machine; `polydraft.loading.load_with` checks the rest.
+    Checks that need neither a model nor the machine are made here; `polydraft.loading.load_with` makes the others.
     """
 
     takes_models: ClassVar[bool] = True
@@ -251,9 +251,9 @@ class LoadOptions(
             )
 
     def check_used(self) -> None:
-        """Refuse what would have no effect: options of a draft's tree where none grows, and those of a missing decision model.
+        """Refuse options that would have no effect: those of a draft's tree without a draft, or of a missing decision model.
 
-        For options as they were asked for, before ``"auto"`` is resolved.
+        Call this before ``"auto"`` is resolved.
         """
         from polydraft.draft.tree_drafter import needs_draft, split_drafter
 
@@ -273,22 +273,23 @@ class LoadOptions(
             raise UsageError(f"decision {self.decision!r} does not work with tree {self.tree}, {why}; leave one of them out")
 
     def _check_given(self) -> None:
-        """Refuse what is for models by name where the target is loaded already, and the other way round."""
+        """Refuse options that are only for names if the target is a loaded model, and the other way round."""
         if self.adapter is not None:
             object.__setattr__(self, "adapter", os.fspath(self.adapter))
         if isinstance(self.target, str):
             if self.tokenizer is not None:
-                raise UsageError(f"tokenizer is for a target that is loaded already; {self.target!r} has its own; leave it out")
+                raise UsageError(f"tokenizer is for a loaded target; {self.target!r} has its own; leave it out")
             return
         if self.adapter is not None:
             raise UsageError(
-                f"adapter={self.adapter!r} is for targets by name; put it on yours with PeftModel.from_pretrained(model, ...)"
+                f"adapter={self.adapter!r} works only with a target given by name; apply it to your model with "
+                "PeftModel.from_pretrained(model, ...)"
             )
         if self.device_map is not None:
             raise UsageError(f"the target is loaded already; leave out device_map={self.device_map!r}")
 
     def _check_lossy_rule(self, rule: str) -> None:
-        """Refuse unknown rules, what a rule does without, and trees that it cannot grow."""
+        """Refuse an unknown rule, options that it does not use, and trees that it cannot grow."""
         from polydraft.draft import LOSSY_DRAFTERS
         from polydraft.papers.target_init import check_lossy
 
@@ -310,15 +311,15 @@ class NgramOptions:
     """Drafting from n-grams."""
 
     ngram_nodes: int | None = field(default=None, metadata={"short": "nodes"})
-    """Take at most this many candidates per round from n-grams."""
+    """Most candidates per round from n-grams."""
     ngram_depth: int | None = field(default=None, metadata={"short": "depth"})
-    """Draft at most this many tokens ahead from n-grams."""
+    """Most tokens to draft ahead from n-grams."""
     gram: int | None = None
     """Tokens per continuation in the context cache."""
     ngram_prefix: int | None = field(default=None, metadata={"short": "prefix"})
-    """Match at most this many tokens at the end of the text in the context cache."""
+    """Most tokens at the text's end to look up in the context cache."""
     branches: int | None = None
-    """Number of branches that self-draft extends in each pass."""
+    """Branches that self-draft extends in each pass."""
     branch_length: int | None = field(default=None, metadata={"short": "length"})
     """Most tokens per branch."""
     branch_seeds: str | None = field(default=None, metadata={"short": "seeds"})
@@ -331,9 +332,9 @@ class NgramOptions:
     """Run self-draft without its context cache and branches."""
 
     def grams_asked_for(self, drafter: str = SELF_DRAFT, lossy: str | None = None) -> "GramTreeOptions":
-        """Return them as options of the drafters, which check them.
+        """Return the options in the form of the n-gram drafters, which check their values.
 
-        What this drafter does not have is refused, and so is what a lossy rule has of its own.
+        Options that this drafter does not have are refused, and so are those that a lossy rule sets itself.
         """
         from polydraft.draft import GramTreeOptions, RiderOptions
         from polydraft.ngrams import GramOptions
@@ -370,7 +371,7 @@ _OWNERS = {
     "corpus": (SELF_DRAFT, "corpus"),
     **dict.fromkeys(("branches", "branch_length", "branch_seeds", "no_corpus", "no_context"), (SELF_DRAFT,)),
 }
-"""Drafters that have an option of n-grams."""
+"""The drafters that have each option."""
 
 
 def _given(**options: Any) -> dict[str, Any]:

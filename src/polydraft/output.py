@@ -1,4 +1,4 @@
-"""Output files that are either complete or absent, and folders with work that can be resumed."""
+"""Output files that are either complete or absent, and folders of work that can be resumed."""
 
 import errno
 import json
@@ -16,19 +16,19 @@ from typing import Any
 from polydraft.errors import FailureError, UsageError
 
 _PARTIAL = re.compile(r"\.(.+)\.[0-9a-f]{16}")
-"""Hidden names that `partial_beside` makes."""
+"""The hidden names that `partial_beside` makes."""
 _LONGEST_NAME = 100
 _YOUNG_SECONDS = 60
-"""Younger folders may not be locked yet."""
+"""Age below which a folder may not be locked yet."""
 _POLL_SECONDS = 0.2
 
 
 @contextmanager
 def partial_beside(path: Path) -> Iterator[Path]:
-    """Make a hidden name next to a path, in a folder that exists, for unfinished output; remove what is left under it.
+    """Yield a hidden name beside a path, in a folder that exists, for unfinished output; remove what is left there at the end.
 
-    It is on the same file system, so that it can be renamed to `path`, and different for every writer. Nothing exists there
-    yet, so what is written gets the usual permissions of new files.
+    The name is on the same file system, so that it can be renamed to `path`, and different for every writer. Nothing exists
+    there yet, so output gets the usual permissions of new files.
     """
     partial = path.with_name(f".{path.name[:_LONGEST_NAME]}.{uuid.uuid4().hex[:16]}")
     try:
@@ -43,7 +43,7 @@ def partial_beside(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def partial_folder(path: Path) -> Iterator[Path]:
-    """Make an empty folder next to a path, to be renamed to it; it is locked while the block runs, and then removed.
+    """Make an empty folder beside a path, to be renamed to it; it is locked during the block, and removed if it is left.
 
     A killed process leaves its folder behind; the next writer of the same path, or `remove_leftovers`, removes it.
     """
@@ -59,7 +59,7 @@ def partial_folder(path: Path) -> Iterator[Path]:
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove partial folders whose writers are dead: all in a folder, or those of one name."""
+    """Remove partial folders of dead writers: all in a folder, or those of one name."""
     with suppress(OSError):
         for leftover in list(folder.iterdir()):
             found = _PARTIAL.fullmatch(leftover.name)
@@ -72,7 +72,7 @@ def remove_leftovers(folder: Path, name: str | None = None) -> None:
 
 
 def _lock(folder: Path) -> tuple[int | None, bool]:
-    """Lock a folder until the returned descriptor is closed, None where that fails; say whether another process holds it."""
+    """Lock a folder; return an open descriptor that holds the lock, or None, and whether another process holds it."""
     try:
         import fcntl
 
@@ -89,9 +89,9 @@ def _lock(folder: Path) -> tuple[int | None, bool]:
 
 @contextmanager
 def locked(folder: Path, waiting: Callable[[], None] | None) -> Iterator[bool]:
-    """Hold the lock of a folder that exists, against other processes, and yield whether it is held: some cannot be locked.
+    """Lock a folder that exists against other processes, and yield whether that worked: some folders cannot be locked.
 
-    If another process holds it, `waiting` is called once and the lock is waited for; without `waiting` it is not.
+    If another process holds the lock, call `waiting` once, then wait for the lock; without `waiting`, go on without the lock.
     """
     lock, taken = _lock(folder)
     if taken and waiting is not None:
@@ -108,13 +108,13 @@ def locked(folder: Path, waiting: Callable[[], None] | None) -> Iterator[bool]:
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """Yield where to write a file that replaces `path`, in a folder that exists, at the end of the block.
+    """Yield a name to write to; at the end of the block, that file replaces `path`, in a folder that exists.
 
-    After an exception or a kill, `path` is what it was; only a kill leaves a hidden partial file. Of several writers the last
-    to finish wins.
+    After an exception or a kill, `path` is unchanged; only a kill leaves a hidden partial file behind. Of several writers, the
+    last to finish wins.
     """
-    path = Path(os.path.realpath(path))  # replace what a link points to, not the link
-    if path.exists() and not path.is_file():  # write to a pipe or a device, do not replace it
+    path = Path(os.path.realpath(path))  # replace the target of a link, not the link
+    if path.exists() and not path.is_file():  # write to a pipe or device instead of replacing it
         yield path
         return
     with partial_beside(path) as partial:
@@ -123,16 +123,16 @@ def written_whole(path: Path) -> Iterator[Path]:
 
 
 def write_text(path: Path, text: str, *, remedy: str = "what was measured is in runs.jsonl") -> None:
-    """Write a file, in a folder that exists.
+    """Write a file, completely or not at all, in a folder that exists.
 
     Raises
     ------
     FailureError
-        If it cannot be written, with the remedy.
+        If it cannot be written; the message ends in the remedy.
     """
     try:
         with written_whole(path) as partial:
-            # Unpaired surrogates, which byte-level tokenizers can produce, become question marks.
+            # Unpaired surrogates, which byte-level tokenizers may produce, become question marks.
             partial.write_bytes(text.encode("utf-8", "replace"))
     except OSError as error:
         raise FailureError(f"cannot write {path} ({error.strerror}); {remedy}") from None
@@ -152,7 +152,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
         there = next(place for place in (folder, *folder.absolute().parents) if place.exists())
         if not there.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        with tempfile.TemporaryDirectory(prefix=".polydraft-", dir=there):  # the only reliable test is to write
+        with tempfile.TemporaryDirectory(prefix=".polydraft-", dir=there):  # writing is the only reliable test
             pass
     except OSError as error:
         raise cannot_write(folder, error) from None
@@ -166,7 +166,7 @@ def check_empty(folder: Path, *, remedy: str = "choose another --out") -> None:
 
 
 def check_file(file: Path) -> None:
-    """Refuse the name of a file that cannot be written, before anything is loaded."""
+    """Refuse a file that cannot be written, before anything is loaded."""
     parent = file.absolute().parent
     if not parent.is_dir():
         raise UsageError(f"cannot write {file}: there is no folder {parent}; create it, or choose another file")
@@ -175,25 +175,25 @@ def check_file(file: Path) -> None:
 
 
 def cannot_write(out: Path, error: OSError) -> UsageError:
-    """Return the error for a folder, or a file, that cannot be written to."""
+    """Return the error for a folder or file that cannot be written to."""
     return UsageError(f"cannot write to {out} ({error.strerror}); choose another --out")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read the settings that work in a folder was started with; the file may be damaged."""
+    """Read the settings with which work in a folder was started."""
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(settings, dict):
             raise ValueError("it is not an object")
     except ValueError as error:
         raise FailureError(
-            f"cannot read {path} ({error}), which says what was started there; restore it, or choose another --out"
+            f"cannot read {path} ({error}), the settings that this was started with; restore it, or choose another --out"
         ) from None
     return settings
 
 
 def check_same(before: dict[str, Any], now: dict[str, Any], folder: Path, free: set[str]) -> None:
-    """Refuse to resume work that was started with other settings, except those that are `free` to change."""
+    """Refuse to resume work that was started with other settings, except for those that are `free` to change."""
     changed = [key for key in sorted({*before, *now} - free) if before.get(key) != now.get(key)]
     if changed:
         key = changed[0]
@@ -204,7 +204,7 @@ def check_same(before: dict[str, Any], now: dict[str, Any], folder: Path, free: 
 
 
 def keep_settings(file: Path, settings: dict[str, Any], folder: Path, *, resume: bool, free: set[str]) -> None:
-    """Write the settings of work in a folder into a file; when resumed, only those that are `free` may have changed."""
+    """Write the settings of work in a folder to a file; on resuming, only those that are `free` may have changed."""
     written = json.loads(json.dumps(settings))
     if resume and file.exists():
         check_same(read_settings(file), written, folder, free)
@@ -213,7 +213,7 @@ def keep_settings(file: Path, settings: dict[str, Any], folder: Path, *, resume:
 
 
 def cache_root() -> Path:
-    """Return the cache folder: `POLYDRAFT_CACHE`, or `polydraft` in the user's."""
+    """Return the cache folder: `POLYDRAFT_CACHE`, or `polydraft` in the user's cache folder."""
     if chosen := os.environ.get("POLYDRAFT_CACHE"):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "polydraft"

@@ -1,4 +1,4 @@
-"""The profile that `polydraft tune` writes: the best settings for one pair on one machine, which `load` then uses."""
+"""Profiles: the best settings for a pair on a machine, which `polydraft tune` writes and `load` uses."""
 
 import json
 import logging
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from polydraft.devices import captures, cpu_facts, cpu_name
+from polydraft.defaults import NONE
+from polydraft.devices import captures, cpu_facts, cpu_name, dtype_name
 from polydraft.errors import UsageError, first_line
 from polydraft.models.fingerprint import digest_of, model_fingerprint, package_version
 from polydraft.models.inflated import source_name
@@ -20,12 +21,11 @@ from polydraft.output import cache_root, written_whole
 
 logger = logging.getLogger(__name__)
 
-NONE = "none"
 VARIABLE = "POLYDRAFT_PROFILE"
-"""Environment variable that stands for ``profile="auto"``: none, or a file."""
+"""Environment variable that replaces ``profile="auto"``: none, or a file."""
 _FORMAT = 2
 _FAR_TEMPERATURE, _FAR_BATCH = 0.5, 4
-"""A pick holds for temperatures no further away than this, and for batches no more than this many times larger or smaller."""
+"""A pick is used for temperatures at most this far away, and for batches at most this many times larger or smaller."""
 _NAMES = {"pair": "pair", "files": "state of the model files", "machine": "machine", "version": "version"}
 
 
@@ -38,7 +38,7 @@ class Pick:
     tree: str
     drafter: str = AUTO
     speedup: float
-    """Over plain decoding at the same batch size, as measured."""
+    """Measured against plain decoding at the same batch size."""
 
     @property
     def name(self) -> str:
@@ -49,18 +49,18 @@ class Pick:
 
 @dataclass(frozen=True, kw_only=True)
 class Profile:
-    """The best settings for one pair on one machine, with the figures they were chosen by."""
+    """The best settings for one pair on one machine, and the figures that they were chosen by."""
 
     origin: Mapping[str, str]
-    """What it holds for: pair, files, machine, version."""
+    """What the profile is for: pair, files, machine, version."""
     picks: Sequence[Pick]
     figures: Mapping[str, Any] = field(default_factory=dict)
     """What was measured, for people to read."""
 
     def pick(self, batch: int, temperature: float | None) -> Pick | None:
-        """Return the setting of the nearest temperature and the nearest batch size, or None where these are too far away.
+        """Return the setting for the nearest temperature and batch size, or None if these are too far away.
 
-        Where the temperature is unknown, that of the first pick counts.
+        An unknown temperature counts as that of the first pick.
         """
         wanted = self.picks[0].temperature if temperature is None else temperature
         nearest = min((one.temperature for one in self.picks), key=lambda other: abs(other - wanted))
@@ -78,7 +78,7 @@ class Profile:
 
     @classmethod
     def read(cls, file: Path) -> "Profile":
-        """Read one back.
+        """Read a profile from a file.
 
         Raises
         ------
@@ -92,7 +92,7 @@ class Profile:
             known = {one.name for one in fields(Pick)}
             picks = [Pick(**{name: one[name] for name in known & one.keys()}) for one in content.pop("picks")]
             origin = {str(name): str(value) for name, value in content.pop("origin").items()}
-            for one in picks:  # report a mistyped tree here, not when it is drawn
+            for one in picks:  # report a wrong tree here, not when it is used
                 LoadOptions(tree=one.tree, drafter=one.drafter)
                 assert one.batch >= 1 and one.temperature >= 0
         except (KeyError, TypeError, AttributeError, AssertionError) as error:
@@ -103,17 +103,17 @@ class Profile:
 
 
 def origin_of(options: LoadOptions, draft: str, place: torch.device, number_format: torch.dtype) -> dict[str, str]:
-    """Return what a profile holds for; the options' own draft may still be ``"auto"``."""
+    """Return what a profile for these options holds for; `draft` is the resolved one, as theirs may be ``"auto"``."""
     if captures(place):
         machine = torch.cuda.get_device_name(place) + ("" if options.graphs else ", no graphs")
     else:
         kernels = "" if options.native else ", no native kernels"
         told = cpu_facts()
-        mark = digest_of(told.get("flags") or told.get("Features"))[:6]  # of its instruction sets
+        mark = digest_of(told.get("flags") or told.get("Features"))[:6]  # identifies the instruction sets
         machine = f"{cpu_name()} ({mark}), {os.cpu_count()} cores, {torch.get_num_threads()} threads{kernels}"
     marks = [model_fingerprint(source_name(name)) if name != NONE else NONE for name in (options.target, draft)]
     return {
-        "pair": f"{options.target} with {draft} in {str(number_format).removeprefix('torch.')}",
+        "pair": f"{options.target} with {draft} in {dtype_name(number_format)}",
         "files": digest_of(marks)[:12],
         "machine": machine,
         "version": f"polydraft {package_version()}, torch {torch.__version__}",
@@ -121,8 +121,8 @@ def origin_of(options: LoadOptions, draft: str, place: torch.device, number_form
 
 
 def profile_file(target: str, draft: str, place: torch.device, number_format: torch.dtype) -> Path:
-    """Return the file for the profile of a pair; machine and version are not in its name, so that a change is noticed."""
-    words = (target, draft, str(number_format).removeprefix("torch."), place.type)
+    """Return the file for a pair's profile. Its name leaves out machine and version, so that changes of these are noticed."""
+    words = (target, draft, dtype_name(number_format), place.type)
     name = "_".join("".join(letter if letter.isalnum() else "-" for letter in word)[-60:] for word in words)
     return cache_root() / "profiles" / f"{name}.json"
 
@@ -136,8 +136,10 @@ def tuned(
     batch: int,
     temperature: float | None,
 ) -> Pick | None:
-    """Return the setting that was tuned for what is being loaded; any other profile is ignored, with a line in the log."""
-    named = os.environ.get(VARIABLE) or AUTO if options.profile == AUTO else options.profile
+    """Return the setting that was tuned for these options, or None. The log says if a profile is ignored, and why."""
+    named = options.profile
+    if named == AUTO:
+        named = os.environ.get(VARIABLE) or AUTO
     if named == NONE:
         return None
     file = profile_file(options.target, draft, place, number_format) if named == AUTO else Path(named)
@@ -150,7 +152,7 @@ def tuned(
             f"cannot read profile {str(file)!r} ({error.strerror or error}); allowed: a file that polydraft tune wrote, "
             "none, or auto"
         ) from None
-    except ValueError as error:  # broken JSON too
+    except ValueError as error:  # includes broken JSON
         logger.warning("profile %s is ignored (%s); run polydraft tune again", file, first_line(error))
         return None
     here = origin_of(options, draft, place, number_format)

@@ -1,6 +1,6 @@
-"""Records of prompts: from a file, from all files of a folder, or from a dataset of the Hugging Face hub.
+"""Read records of prompts from a file, all files of a folder, or a dataset of the Hugging Face hub.
 
-The content of a file tells whether it is JSON lines, JSON or text.
+Whether a file is JSON lines, JSON or text is recognised by its content.
 """
 
 import gzip
@@ -21,12 +21,12 @@ _BUILTIN_FILE = "builtin_prompts.jsonl"
 _HUB = "hf:"
 _ALLOWED = f"allowed: {BUILTIN!r}, the path of a file or a folder, or {_HUB}NAME[:SPLIT]"
 _PARQUET = ".parquet"
-_GZIP_MAGIC = b"\x1f\x8b"
+GZIP_MAGIC = b"\x1f\x8b"
 
 Record = Mapping[str, Any]
 """One row of a dataset, keys as in its file."""
 Placed = tuple[str, Any]
-"""Where a record stands, in words ("line 3"), and the record."""
+"""Where a record is, in words ("line 3"), and the record."""
 
 
 def records_of(source: str) -> Iterator[Placed]:
@@ -68,32 +68,36 @@ def _is_parquet(path: str) -> bool:
 
 
 def _parquet_records(path: str, source: str) -> Iterator[Placed]:
-    """Read a table through the package `pyarrow`, which is not a dependency of ours."""
-    try:
-        parquet = importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        raise UsageError(
-            f"prompt file {source!r} needs the package 'pyarrow', which cannot be imported; pip install pyarrow, "
-            "or convert it to JSON lines"
-        ) from None
+    """Read a table with the package `pyarrow`."""
+    remedy = "pip install pyarrow, or convert it to JSON lines"
+    parquet = _optional_module("pyarrow.parquet", f"prompt file {source!r}", remedy)
     try:
         rows = parquet.read_table(path).to_pylist()
-    except Exception as error:  # Arrow raises what it likes
+    except Exception as error:  # Arrow raises all kinds of errors
         raise UsageError(
             f"prompt file {source!r} cannot be read ({first_line(error)}); allowed: a complete Parquet file; download it again"
         ) from None
     yield from ((f"record {number}", row) for number, row in enumerate(rows, start=1))
 
 
+def _optional_module(name: str, source: str, remedy: str) -> Any:
+    """Import a module of a package that is not a dependency."""
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        package = name.partition(".")[0]
+        raise UsageError(f"{source} needs the package {package!r}, which cannot be imported; {remedy}") from None
+
+
 def names_json(path: str) -> bool:
-    """Whether the name promises JSON, so that a broken first line is an error and not a prompt."""
+    """Whether a file's name promises JSON, so that a broken first line is an error and not a prompt."""
     return path.lower().removesuffix(".gz").endswith((".json", ".jsonl", ".ndjson"))
 
 
 def _read_text(path: str, source: str) -> str:
-    """Read a file, unpacked if it is gzip by content."""
+    """Read a file as text; unpack it if its content is gzip."""
     try:
-        if not path:  # which Path would take for the current directory
+        if not path:  # Path would take it for the current directory
             raise FileNotFoundError
         content = Path(path).read_bytes()
     except FileNotFoundError:
@@ -103,7 +107,7 @@ def _read_text(path: str, source: str) -> str:
         raise UsageError(
             f"prompt file {source!r} cannot be read ({reason}); {_ALLOWED}; check the file and its permissions"
         ) from None
-    if content.startswith(_GZIP_MAGIC):
+    if content.startswith(GZIP_MAGIC):
         try:
             content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
@@ -120,22 +124,16 @@ def _read_text(path: str, source: str) -> str:
 
 
 def _hub_records(source: str) -> Iterator[Placed]:
-    """Read a dataset through the `datasets` package, which is not a dependency of ours."""
+    """Read a dataset with the package `datasets`."""
     name, _, split = source.removeprefix(_HUB).partition(":")
     parts = name.split("/")
     if not all(parts) or len(parts) > 3:
-        raise UsageError(f"prompt source {source!r} names no dataset; allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]")
-    try:
-        datasets = importlib.import_module("datasets")
-    except ImportError:
-        raise UsageError(
-            f"prompt source {source!r} needs the package 'datasets', which cannot be imported; "
-            f"{_ALLOWED}; pip install datasets, or name a file"
-        ) from None
+        raise UsageError(f"prompt source {source!r} does not name a dataset; allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]")
+    datasets = _optional_module("datasets", f"prompt source {source!r}", f"{_ALLOWED}; pip install datasets, or name a file")
     config = parts[2] if len(parts) == 3 else None
     try:
         rows: Any = datasets.load_dataset("/".join(parts[:2]), config, split=split or None)
-    except Exception as error:  # the hub's client, its HTTP library and each dataset's reader raise what they like
+    except Exception as error:  # hub client, HTTP library and dataset readers raise all kinds of errors
         raise UsageError(
             f"prompt source {source!r} cannot be loaded ({first_line(error)}); "
             f"allowed: {_HUB}[OWNER/]NAME[/CONFIG][:SPLIT]; check the name, the split and the network, or give a file"
@@ -148,10 +146,10 @@ def _hub_records(source: str) -> Iterator[Placed]:
 def _placed_records(content: str, source: str, json_expected: bool) -> Iterator[Placed]:
     """Read JSON lines, a JSON array, an object with such an array under `data`, or plain text with one prompt per line.
 
-    The first characters tell which. `source` is what error messages call the file; with `json_expected`, what does not look
+    The first characters tell which of them it is. Errors call the file `source`; with `json_expected`, text that does not look
     like JSON is refused.
     """
-    # Not splitlines(): U+2028 and its kind stand unescaped inside JSON strings.
+    # Not splitlines(): JSON strings may contain U+2028 and similar characters unescaped.
     lines = [(f"line {number}", line.strip()) for number, line in enumerate(content.split("\n"), start=1)]
     lines = [(place, line) for place, line in lines if line]
     start = "".join(line for _, line in lines[:2])
@@ -174,7 +172,7 @@ def record_in(line: str, is_json: bool, place: str, source: str) -> Any:
 
 
 def _is_json_lines(lines: list[Placed]) -> bool:
-    """Tell JSON lines from one JSON object: a line that is complete, then one that opens an object."""
+    """Tell JSON lines from one JSON object: a complete line is followed by one that opens an object."""
     return len(lines) > 1 and not lines[0][1].endswith(("{", "[", ",", ":")) and lines[1][1].startswith("{")
 
 

@@ -1,7 +1,7 @@
-"""Prompts: our own, a file of a known dataset or a folder of such files, or a dataset of the Hugging Face hub.
+"""Prompts: built-in ones, files of known datasets or folders of them, and datasets of the Hugging Face hub.
 
-The keys of a record tell which dataset it comes from. All commands read prompts with this module; `polydraft batch` gives it
-one line at a time.
+The format of a record is recognised by its keys. All commands read prompts with this module; `polydraft batch` does so line by
+line.
 """
 
 import itertools
@@ -20,17 +20,17 @@ class Prompt:
     id: str
     """Unique within its source."""
     category: str
-    """What results are grouped by."""
+    """Category by which results are grouped."""
     text: str
-    """What the user says, exactly as in the dataset; chat templates are applied elsewhere."""
+    """The user's words, exactly as in the dataset; chat templates are applied elsewhere."""
     messages: tuple[Record, ...] = field(default=(), hash=False)
-    """The conversation, if the prompt is one; `text` is then what its messages say."""
+    """The conversation, if the prompt is one; `text` then joins its messages."""
     answers: tuple[str, ...] = ()
-    """Right answers, any of them; none where texts are not right or wrong, such as translations and summaries."""
+    """Right answers, any of which will do; empty if texts are not right or wrong, as with translations and summaries."""
 
     @property
     def content(self) -> str | list[Record]:
-        """The conversation or the text, as `Decoder.encode` takes it."""
+        """The conversation, or else the text, for `Decoder.encode`."""
         return list(self.messages) or self.text
 
 
@@ -39,12 +39,12 @@ class PromptFormat:
     """How the records of a dataset hold their prompts."""
 
     keys: str
-    """Keys that a record needs, for error messages."""
+    """Keys that a record must have, for error messages."""
     text: Callable[[Record], object]
-    """Returns the prompt, or anything but a non-empty string if the record has another format."""
+    """Returns the prompt; anything but a non-empty string means that the record has another format."""
     id_key: str = "id"
     answers: Callable[[Record], Iterable[object]] = lambda record: ()
-    """Returns the right answers; what is no text is left out."""
+    """Returns the right answers; anything that is not text is dropped."""
 
 
 def _conversation(record: Record) -> object:
@@ -69,20 +69,20 @@ def _passage_and_question(record: Record) -> object:
 
 
 def _instruction(record: Record) -> object:
-    """Return the instruction and its input, if it has one, without the preamble that Alpaca's own model was trained with."""
+    """Return the instruction and its input, if any, without the preamble that Alpaca's own model was trained with."""
     instruction, extra = record.get("instruction"), record.get("input")
     return f"{instruction}\n\n{extra}" if _is_text(instruction) and _is_text(extra) else instruction
 
 
 def _task(record: Record) -> object:
-    """Return the task in words; the sanitized edition of MBPP calls it `prompt`, and differs from HumanEval by `test_list`."""
+    """Return the task in words. The sanitized edition of MBPP calls it `prompt`; `test_list` tells it from HumanEval."""
     if "task_id" not in record:
         return None
     return record.get("text") or (record.get("prompt") if "test_list" in record else None)
 
 
 def _translation(record: Record) -> object:
-    """Return MCSD's instruction to translate, from the language that stands first."""
+    """Return MCSD's instruction to translate from the first language into the second."""
     pair = record.get("translation")
     if not isinstance(pair, Mapping) or len(pair) != 2:
         return None
@@ -97,7 +97,7 @@ def _article(record: Record) -> object:
 
 
 def _database_question(record: Record) -> object:
-    """Return the question; what tables the database has is not in these records."""
+    """Return the question; these records do not have the database's tables."""
     database, question = record.get("db_id"), record.get("question")
     if not _is_text(record.get("query")) or not _is_text(database) or not _is_text(question):
         return None
@@ -110,7 +110,7 @@ def _trivia_answers(record: Record) -> list[object]:
 
 
 def _passage_answers(record: Record) -> list[object]:
-    """Return the spans, as the hub has them, and as the original file does."""
+    """Return the spans, in the format of the hub or of the original file."""
     answers = record.get("answers")
     if isinstance(answers, Mapping):
         return list(answers.get("text") or ())
@@ -118,7 +118,7 @@ def _passage_answers(record: Record) -> list[object]:
 
 
 def _last_line(record: Record) -> list[object]:
-    """Return what stands behind ``####`` in the worked solution."""
+    """Return the result, which follows ``####`` in the worked solution."""
     _, marked, result = str(record.get("answer")).rpartition("####")
     return [result] if marked else []
 
@@ -133,7 +133,7 @@ _LANGUAGES = {
     "hi": "Hindi", "kk": "Kazakh", "lt": "Lithuanian", "lv": "Latvian", "ro": "Romanian", "ru": "Russian", "tr": "Turkish",
     "zh": "Chinese",
 }  # fmt: skip
-"""Of WMT, by code."""
+"""Languages of WMT, by code."""
 FORMATS = {
     _CONVERSATION: PromptFormat("messages", _conversation),
     "mt_bench": PromptFormat("question_id+turns", _first_turn, "question_id"),  # and Spec-Bench, SPEED-Bench
@@ -158,13 +158,13 @@ FORMATS = {
     "prompt": PromptFormat("prompt", lambda record: record.get("prompt")),
     "text": PromptFormat("text", lambda record: record.get("text")),
 }
-"""By name, which is also the category of records without one. The first that fits is used: more specific ones come first."""
+"""Formats by name, which is also the category of records without one. The first that fits is used: specific ones come first."""
 
 
 def _from_records(placed: Iterable[Placed], source: str) -> list[Prompt]:
-    """Turn records into prompts, each by the first format that fits, with unique ids.
+    """Turn records into prompts with unique ids.
 
-    A missing id becomes `CATEGORY-NUMBER`; a repeated one gets `@NUMBER`, the number being the record's.
+    A missing id becomes `CATEGORY-NUMBER`, and a repeated one gets `@NUMBER`, with the number of the record.
     """
     prompts: list[Prompt] = []
     seen: set[str] = set()
@@ -178,7 +178,7 @@ def _from_records(placed: Iterable[Placed], source: str) -> list[Prompt]:
 
 
 def prompt_of(record: object, where: str) -> Prompt:
-    """Turn a record into a prompt by the first format that fits; `where` is what errors call its place."""
+    """Turn a record into a prompt by the first format that fits; errors call its place `where`."""
     if not isinstance(record, Mapping):
         raise UsageError(f"{where} is a JSON {_json_type(record)}; allowed: a JSON object; fix or remove it")
     for name, form in FORMATS.items():
@@ -196,7 +196,7 @@ def prompt_of(record: object, where: str) -> Prompt:
             messages=tuple(record["messages"]) if name == _CONVERSATION else (),
             answers=tuple(dict.fromkeys(str(one).strip() for one in form.answers(record) if _is_text(one))),
         )
-        try:  # JSON's \ud800 escapes pass the parser and would only fail in the tokenizer or the report
+        try:  # JSON's \ud800 escapes pass the parser, but would fail in the tokenizer or the report
             f"{prompt.id}{prompt.category}{prompt.text}{''.join(prompt.answers)}".encode()
         except UnicodeEncodeError:
             raise UsageError(f"{where} has half a surrogate pair; allowed: valid Unicode; fix or remove it") from None
@@ -207,7 +207,7 @@ def prompt_of(record: object, where: str) -> Prompt:
 
 
 def _json_type(value: object) -> str:
-    """Name a parsed value as JSON does."""
+    """Return what JSON calls the type of a value."""
     names = {str: "string", list: "array", bool: "boolean", int: "number", float: "number", type(None): "null"}
     return names.get(type(value), type(value).__name__)
 
@@ -218,20 +218,20 @@ def load_prompts(source: str, limit: int | None = None, categories: Sequence[str
     Parameters
     ----------
     source : str
-        `builtin`; the path of a JSON lines, JSON or text file, possibly gzipped, whose records are of a format in
-        `FORMATS`; a Parquet file of such records; a folder of such files, whose names are the categories of records without
-        one; or `hf:NAME[:SPLIT]` for a dataset of the Hugging Face hub, where NAME may be
-        `OWNER/NAME/CONFIG` and SPLIT is `test` unless the dataset has none (then its first). A file goes before the hub.
+        `builtin`; the path of a JSON lines, JSON or text file, possibly gzipped, or of a Parquet file, with records in a format
+        of `FORMATS`; a folder of such files, whose names are the categories of records without one; or `hf:NAME[:SPLIT]` for a
+        dataset of the Hugging Face hub, where NAME may be `OWNER/NAME/CONFIG`, and SPLIT is by default `test`, or else the
+        first split. If there is a file of this name, it is read instead.
     limit : int, optional
-        At most this many prompts, at least 1; all where None.
+        Most prompts, 1 or more; None for all.
     categories : sequence of str
-        Keep these only; all where empty.
+        Categories to keep; empty for all.
 
     Returns
     -------
     list of Prompt
-        At least one, in the source's order. With a limit, one of each category in turn: categories count alike as far as they
-        go, and a smaller limit gives the beginning of what a larger one gives.
+        At least one prompt, in the source's order. With a limit, one of each category in turn, so that categories have equal
+        shares, and a smaller limit gives the beginning of what a larger one gives.
 
     Raises
     ------
@@ -267,7 +267,7 @@ def _round_robin(prompts: list[Prompt], limit: int) -> list[Prompt]:
 
 
 def check_text(text: str) -> None:
-    """Refuse what is no Unicode text, such as bytes in another encoding that came in by a shell."""
+    """Refuse text that is not valid Unicode, such as bytes of another encoding that a shell passed on."""
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -1,4 +1,4 @@
-"""Registries of what users choose by name and tests loop over."""
+"""Registries of things that users choose by name, and that tests loop over."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ Item = TypeVar("Item")
 
 
 class Registry(Generic[Item]):
-    """Items by name; an item that is registered is offered, listed and tested."""
+    """Items by name. Registered items are offered, listed and tested."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -28,7 +28,7 @@ class Registry(Generic[Item]):
 
     @contextmanager
     def holding(self, name: str, item: Item) -> Iterator[None]:
-        """Have an item under `name` for a block of code only, in place of what is there, if anything is."""
+        """Register an item under `name` for a block of code only, in place of one that may be there."""
         before = {name: self._items[name]} if name in self._items else {}
         self._items[name] = item
         try:

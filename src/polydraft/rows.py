@@ -1,13 +1,13 @@
-"""The rows of a batch: what is kept by row, and how rows come, go and trade places. The one home of this protocol.
+"""The rows of a batch: state that is kept by row, and how rows come, go and trade places.
 
-Rounds cost what their rows cost, so a batch has about as many rows as it has running texts: the last ones move into the first
-free rows when others end, and fewer rows are at work from then on (docs/decisions/046-rounds-have-the-rows-they-need.md). Rows
-that are not at work *sleep*: their state stays where it is and comes back with them. Tensors keep their addresses meanwhile, so
-captured rounds of all sizes find them.
+The cost of a round grows with its rows, so a batch has about as many rows as running texts: when texts end, the last ones move
+into the free rows, and fewer rows are at work from then on (docs/decisions/046-rounds-have-the-rows-they-need.md). The other
+rows *sleep*: their state stays in place, and comes back with them. Tensors keep their addresses, so captured rounds of all
+sizes find them.
 
-A class that keeps state by row is a `ByRow`: it names its attributes in `ROW_STATE` and its parts in `row_parts`; `resize` and
-`swap_rows` are inherited, and so are `take_row` and `put_row`, for a text that gives its row up and comes back. Parameters do
-not move with their rows: whoever resizes or swaps sets them afterwards.
+A class that keeps state by row is a `ByRow`. It names its attributes in `ROW_STATE` and its parts in `row_parts`, and inherits
+`resize` and `swap_rows`, and also `take_row` and `put_row`, for a text that gives up its row and comes back. Parameters do not
+move with their rows: whoever resizes or swaps sets them afterwards.
 """
 
 from collections.abc import Iterable
@@ -19,28 +19,28 @@ from torch.nn import functional
 
 
 class ByRow:
-    """State with a row for each text of a batch, of which only the first rows may be at work."""
+    """State with a row for each text of a batch; perhaps only the first rows are at work."""
 
     ROW_STATE: ClassVar[tuple[str, ...]] = ()
-    """Attributes that have an entry for each row: tensors, whose first axis is rows, and lists. None means not there yet."""
+    """Attributes with an entry per row: lists, and tensors whose first axis is rows. None means not created yet."""
     FORGETS: ClassVar[bool] = False
-    """Whether rows do not sleep: those that go are dropped, and new when they come back."""
+    """Whether rows are dropped instead of sleeping, and are new when they come back."""
 
     def row_parts(self) -> Iterable["ByRow"]:
-        """Return the parts of this object that keep state by row, too."""
+        """Return the parts of this object that also keep state by row."""
         return ()
 
     def new_row(self, name: str) -> Any:
-        """Return what a row begins with that never was: an entry of a list; of a tensor, what fills it."""
+        """Return the initial value of a new row: the entry of a list, or what fills the row of a tensor."""
         if isinstance(getattr(self, name), Tensor):
             return 0
         raise NotImplementedError(f"{type(self).__name__}.{name}: say what a new row begins with")
 
     def before_rows_change(self) -> None:
-        """Bring the attributes up to date: they are about to be resized, or two of their rows to be swapped."""
+        """Bring the attributes up to date, before rows are resized, swapped, taken or put back."""
 
     def resize(self, rows: int, most: int) -> None:
-        """Put the first `rows` rows to work, never more than `most`; the others sleep, rows that never were are new."""
+        """Put the first `rows` rows to work, never more than `most`; the others sleep, and missing ones are created."""
         self.before_rows_change()
         for part in self.row_parts():
             part.resize(rows, most)
@@ -49,9 +49,9 @@ class ByRow:
                 setattr(self, name, self.keep_rows(name, self._at_least(rows, name), rows))
 
     def swap_rows(self, first: int, second: int, used: int | None = None) -> None:
-        """Swap a row at work with another one, which may sleep, between two rounds.
+        """Swap a row at work with another one, which may be asleep, between two rounds.
 
-        Of parts that have slots only the first `used` ones need to be swapped, where that is known.
+        Of parts with slots, only the first `used` ones need to be swapped, if that number is known.
         """
         self.before_rows_change()
         for part in self.row_parts():
@@ -70,7 +70,7 @@ class ByRow:
                 setattr(self, name, self.keep_rows(name, whole, len(seen)))
 
     def take_row(self, row: int) -> Any:
-        """Return all that is kept of a row but the slots of its text, for `put_row`, and leave it as a new one."""
+        """Return all state of a row except the slots of its text, for `put_row`, and reset the row."""
         self.before_rows_change()
         own = dict[str, Any]()
         for name in self.ROW_STATE:
@@ -81,36 +81,35 @@ class ByRow:
         return own, [part.take_row(row) for part in self.row_parts()]
 
     def put_row(self, row: int, taken: Any) -> None:
-        """Go on in a row with what `take_row` returned; its text is in the slots already."""
+        """Restore what `take_row` returned in a row whose text is in its slots already."""
         self.before_rows_change()
         own, parts = taken
         for name, value in own.items():
             if isinstance(value, Tensor):
                 whole_BX = self._as_wide(name, value)
-                whole_BX[row][tuple(slice(size) for size in value.shape)] = (
-                    value  # what is behind it is as in a row that has begun
-                )
+                # The rest of a wider row stays as in any row in use.
+                whole_BX[row][tuple(slice(size) for size in value.shape)] = value
             else:
                 getattr(self, name)[row] = value
         for part, of_part in zip(self.row_parts(), parts, strict=True):
             part.put_row(row, of_part)
 
     def every_row(self, name: str) -> Any:
-        """Return all rows of an attribute, at work or not; a list is a copy."""
+        """Return all rows of an attribute, at work or asleep; a list is copied."""
         seen, known = getattr(self, name), self._rows_kept.get(name)
         if isinstance(seen, Tensor):
-            # A tensor that was replaced since is all there is.
+            # If the tensor was replaced since, it is all there is.
             return seen if known is None or known.data_ptr() != seen.data_ptr() else known
         return [*seen, *(known or [])[len(seen) :]]
 
     def keep_rows(self, name: str, whole: Any, rows: int) -> Any:
-        """Let these be all rows of an attribute; return the first ones, for it to be set to."""
+        """Remember all rows of an attribute, and return the first ones, for the attribute itself."""
         if not self.FORGETS:
             self._rows_kept[name] = whole
         return whole[:rows]
 
     def _at_least(self, rows: int, name: str) -> Any:
-        """Return all rows of an attribute, and new ones behind them if there are fewer."""
+        """Return all rows of an attribute, with new ones added until there are at least `rows`."""
         whole = self.every_row(name)
         missing = rows - len(whole)
         if not isinstance(whole, Tensor):
@@ -122,7 +121,7 @@ class ByRow:
         return torch.cat([whole, more_BX])
 
     def _as_wide(self, name: str, row_X: Tensor) -> Tensor:
-        """Return all rows of an attribute, made as wide as a row that was taken out when they were wider."""
+        """Return all rows of an attribute, widened to the width of a row that was taken when they were wider."""
         whole_BX: Tensor = self.every_row(name)
         missing = [max(wanted - size, 0) for wanted, size in zip(row_X.shape, whole_BX.shape[1:], strict=True)]
         if any(missing):
@@ -132,7 +131,7 @@ class ByRow:
 
     @property
     def _rows_kept(self) -> dict[str, Any]:
-        """All rows of each attribute, at work or not, since the first `resize`."""
+        """All rows of each attribute, at work or asleep, from the first `resize` on."""
         found: dict[str, Any] = self.__dict__.setdefault("_all_rows_kept", {})
         return found
 

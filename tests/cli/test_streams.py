@@ -118,7 +118,7 @@ def test_torn_settings_are_left_alone(invoke, tiny: str, tmp_path: Path, case: s
         Journal(tmp_path, {"target": "tiny"}, resume=True)
     code, out, err = invoke("train", "head", "--target", tiny, "--out", str(tmp_path), "--resume")
     assert (code, out) == (1, "")
-    one_line(err, "which says what was started there")
+    one_line(err, "the settings that this was started with")
     code, out, err = invoke("bench", "merge", str(tmp_path / "out"), str(tmp_path))
     assert (code, out) == (1, "")
     one_line(err, "cannot read")

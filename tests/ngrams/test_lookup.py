@@ -4,7 +4,8 @@ import pytest
 
 from covering import some_slow
 from polydraft.ngrams import GramOptions, LookupCache, SuffixCache
-from polydraft.ngrams.cache import best_paths, match_chance
+from polydraft.ngrams.cache import match_chance
+from polydraft.ngrams.corpus import best_paths
 from polydraft.ngrams.lookup import MOST_COPIES, ROOT, SuffixAutomaton
 
 from .brute import longest_match, places_after, random_text

@@ -10,8 +10,9 @@ from polydraft.errors import UsageError
 from polydraft.models.blocks import Pool
 from polydraft.models.hf_context import HFContext
 from polydraft.sampling import SamplingParams
-from polydraft.serve import lane
-from polydraft.serve.lane import Lane, LaneOptions, fitting_pool, fitting_tokens
+from polydraft.serve import memory
+from polydraft.serve.lane import Lane, LaneOptions
+from polydraft.serve.memory import fitting_pool, fitting_tokens
 from polydraft.serve.neutral import _NEUTRAL
 from polydraft.serve.options import ServeOptions
 from polydraft.serve.protocol import read_request
@@ -223,7 +224,7 @@ def test_slots_are_as_long_as_the_model_and_the_memory_allow(tiny_decoder, servi
     [(None, None, 1e9), (8e9, None, 2e9), (10**12, None, 4e9), (1, 3.5, 3.5e9)],
 )
 def test_the_pool_is_as_large_as_asked_or_as_the_memory_allows(monkeypatch, free, asked, size):
-    monkeypatch.setattr(lane, "free_bytes", lambda device: free)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free)
     assert fitting_pool(torch.device("cpu"), asked).size == size
     on_gpu = fitting_pool(torch.device("cuda"), asked)
     assert (None if on_gpu is None else on_gpu.size / 1e9) == asked

@@ -299,7 +299,7 @@ def test_what_is_no_grammar_is_refused(grammar, message):
 
 def test_what_grammars_cannot_do_is_refused(tiny_decoder):
     some = SamplingParams(grammar=Grammar.regex("a+"))
-    with pytest.raises(UsageError, match="generate them apart"):
+    with pytest.raises(UsageError, match="generate them separately"):
         tiny_decoder.generate(["a", "b"], sampling=[some, SamplingParams()])
     with pytest.raises(UsageError, match="cannot be used"):
         tiny_decoder.generate("a", sampling=SamplingParams(grammar=Grammar.regex("(a")))

@@ -253,7 +253,7 @@ def test_parsers_that_cut_wrongly_are_found(monkeypatch):
         return reader
 
     assert differences(400, lambda *given: hasty(parser(*given))) > 10
-    monkeypatch.setattr("polydraft.serve.parsing._begun", lambda text, marker: 0)  # holds no beginning of a marker back
+    monkeypatch.setattr("polydraft.serve.parsing._partial_marker", lambda text, marker: 0)  # holds nothing back
     assert differences(400, lambda *given: parser(*given)) > 10
 
 

@@ -177,7 +177,7 @@ WRONG = [
     ({"tools": [{"type": "web_search"}]}, "tools[0] of type web_search", "allowed are functions"),
     ({"tools": [FLAT, {"type": "mcp", "server_label": "x"}]}, "tools[1] of type mcp", "allowed are functions"),
     ({"tools": [{"type": "function"}]}, "tools[0]", "flat as in /v1/responses"),
-    ({"tools": [FLAT, FLAT]}, "tools[1]", "names that differ"),
+    ({"tools": [FLAT, FLAT]}, "tools[1]", "unique names"),
     ({"tools": [FLAT], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice", "of a function in tools"),
     ({"tools": [FLAT], "tool_choice": {"type": "web_search"}}, "tool_choice", "of a function in tools"),
     ({"tool_choice": "required"}, "tools", "tools is missing"),

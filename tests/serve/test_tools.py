@@ -228,7 +228,7 @@ def test_reasoning_is_apart_from_content(templated):
         ("unknown", {"tools": [TOOL]}, "calls of an unknown form; force a call"),
         ("hermes", {"tools": [{"type": "web_search"}]}, "'tools[0] of type web_search' is not supported here: allowed are"),
         ("hermes", {"tools": [{**TOOL, "name": "x"}]}, "tools[0]"),
-        ("hermes", {"tools": [TOOL, TOOL]}, "names that differ"),
+        ("hermes", {"tools": [TOOL, TOOL]}, "unique names"),
         ("hermes", {"tools": "weather"}, "a list of up to 128"),
         ("hermes", {"tools": [TOOL] * 129}, "a list of up to 128"),
         ("hermes", {"tools": [{"type": "function", "function": {"name": "a b"}}]}, "names of up to 64"),

@@ -1,4 +1,4 @@
-"""Options and files of a batch: prompts, read row by row, and results, which can be resumed wherever they end."""
+"""Options and files of a batch: prompts, read row by row, and results, which a later run can continue."""
 
 import gzip
 import hashlib
@@ -13,11 +13,10 @@ from typing import IO, Any, cast
 
 from polydraft.errors import FailureError, UsageError, check_ranges
 from polydraft.output import cannot_write, check_same, read_settings, write_text
-from polydraft.prompt_records import in_array, names_json, record_in
+from polydraft.prompt_records import GZIP_MAGIC, in_array, names_json, record_in
 
-_GZIP = b"\x1f\x8b"
 _FREE = {"slots", "slot_tokens", "chunk_tokens"}
-"""Settings that a resumed run may change: they change speed, and results only for texts that do not fit."""
+"""Settings that a resumed run may change: they affect speed, and the results only of texts that do not fit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,9 +26,9 @@ class BatchOptions:
     slots: int = 8
     """Texts to generate at the same time."""
     slot_tokens: int = 2048
-    """Most tokens per text, including its prompt; all slots reserve memory for this many."""
+    """Most tokens per text, including its prompt; on a GPU, every slot reserves memory for this many."""
     chunk_tokens: int = 1024
-    """Prompt tokens to read between two rounds of the texts that are already being written."""
+    """Most prompt tokens to read between two rounds of the texts that are already being written."""
     max_row_bytes: int = 2**20
     """Largest row, in bytes; larger ones are reported and skipped."""
 
@@ -43,11 +42,11 @@ class WorkerOptions:
     """Workers."""
 
     ray: bool = False
-    """Share the rows among Ray Data workers, on the cluster that this machine belongs to or on this machine alone."""
+    """Share the rows among Ray Data workers, on this machine's Ray cluster or on this machine alone."""
     workers: int = 1
     """With --ray: number of processes, each with its own copy of the model."""
     worker_cpus: float = 1.0
-    """With --ray: CPUs, and so threads, per worker."""
+    """With --ray: CPUs per worker, which computes with as many threads."""
     worker_gpus: float = 0.0
     """With --ray: GPUs per worker."""
 
@@ -69,8 +68,8 @@ class Row:
 class PromptFile:
     """A file of prompts, possibly gzipped, read line by line: JSON lines in any format of `polydraft.prompts`, or plain text.
 
-    A record with `messages` is a conversation. Empty lines are counted, but are not rows. Lines longer than `max_row_bytes` are
-    bad rows, and are never in memory as a whole.
+    A record with `messages` is a conversation. Empty lines count as lines, but are not rows. Lines longer than `max_row_bytes`
+    are bad rows, and are never loaded whole.
     """
 
     def __init__(self, path: Path, max_row_bytes: int) -> None:
@@ -94,7 +93,7 @@ class PromptFile:
     def _opened(self) -> IO[bytes]:
         try:
             with self.path.open("rb") as file:
-                packed = file.read(2) == _GZIP
+                packed = file.read(2) == GZIP_MAGIC
             return cast(IO[bytes], gzip.open(self.path)) if packed else self.path.open("rb")
         except OSError as error:
             raise UsageError(f"cannot read {self.path} ({error.strerror}); give a file of prompts, one per line") from None
@@ -103,10 +102,10 @@ class PromptFile:
         try:
             return file.read(size)
         except (OSError, EOFError) as error:
-            raise UsageError(f"cannot read {self.path} ({error}); give a whole file of prompts, one per line") from None
+            raise UsageError(f"cannot read {self.path} ({error}); give a complete file of prompts, one per line") from None
 
     def rows(self, after: int = 0) -> Iterator[Row]:
-        """Yield the rows after a line."""
+        """Yield the rows after line `after`."""
         with self._opened() as file:
             for number in itertools.count(1):
                 line = file.readline(self._most + 2)
@@ -141,10 +140,10 @@ class Totals:
     new_tokens: int = 0
     passes: int = 0
     resting_passes: int = 0
-    """Passes in which drafting rested."""
+    """Passes without drafting, because it did not pay."""
     rested_because: str | None = None
     seconds: float = 0.0
-    """Of this run."""
+    """Duration of this run."""
     earlier_tokens: int = 0
     """New tokens of earlier runs."""
 
@@ -162,12 +161,12 @@ class Totals:
         return (self.new_tokens - self.earlier_tokens) / self.seconds if self.seconds > 0 else 0.0
 
     def figures(self) -> dict[str, Any]:
-        """Return all of it for JSON."""
+        """Return all totals for JSON."""
         return {**asdict(self), "tokens_per_second": round(self.tokens_per_second, 2)}
 
 
 class Results:
-    """Results that are not written: those of tensor-parallel followers, as the leader writes them."""
+    """Results that are not written: tensor-parallel followers leave that to the leader."""
 
     def __init__(self) -> None:
         self.totals = Totals()
@@ -175,14 +174,14 @@ class Results:
         """Number of the last row that has a result."""
 
     def write(self, results: list[dict[str, Any]]) -> None:
-        """Add results, in the order of the rows."""
+        """Take the next results, in the order of the rows."""
 
     def close(self, *, quietly: bool = False) -> None:
-        """Finish; `quietly` after something else has failed."""
+        """Finish; `quietly` if another error is being raised already."""
 
 
 class ResultFile(Results):
-    """Results as JSON lines, and the settings they depend on in a file beside them.
+    """Results as JSON lines, with the settings that they depend on in a file beside them.
 
     A resumed run continues after the last complete line, and must have the same settings.
     """
@@ -214,8 +213,8 @@ class ResultFile(Results):
             raise
 
     def _lock(self) -> None:
-        """Refuse a file that another process writes to; the lock ends with that process."""
-        with suppress(ImportError):  # not on every system
+        """Refuse a file that another process is writing to. The lock ends with the process."""
+        with suppress(ImportError):  # fcntl is not on every system
             import fcntl
 
             try:
@@ -224,7 +223,7 @@ class ResultFile(Results):
                 raise UsageError(f"another process is writing to {self.path}; wait for it, or choose another --out") from None
 
     def _read(self) -> int:
-        """Count the results in the file; return their size in bytes, without an incomplete last line."""
+        """Count the results in the file, and return its size in bytes without an incomplete last line."""
         length = 0
         with self.path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -250,7 +249,7 @@ class ResultFile(Results):
         write_text(self._settings_path, json.dumps(content, indent=1) + "\n", remedy="make room there, or choose another --out")
 
     def write(self, results: list[dict[str, Any]]) -> None:
-        """Add results."""
+        """Append results to the file."""
         for result in results:
             self.totals.count(result)
         rest = memoryview(b"".join(json.dumps(one, ensure_ascii=False).encode("utf-8", "replace") + b"\n" for one in results))
@@ -263,7 +262,7 @@ class ResultFile(Results):
             ) from None
 
     def close(self, *, quietly: bool = False) -> None:
-        """Write the totals and close the file; `quietly` after something else has failed."""
+        """Write the totals and close the file; `quietly` if another error is being raised already."""
         with suppress(FailureError) if quietly else nullcontext():
             self._write_settings(totals=self.totals.figures())
         self._file.close()

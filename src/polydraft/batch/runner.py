@@ -1,4 +1,4 @@
-"""Generation for all rows: a free slot takes the next row, in the lane that a server uses."""
+"""Generation for all rows, in a lane like the server's: a free slot takes the next row."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -15,11 +15,12 @@ from polydraft.models.prefixes import Prefixes
 from polydraft.prompts import prompt_of
 from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_seed
-from polydraft.serve.lane import Lane, LaneOptions, check_pool, fitting_pool, fitting_prefixes
+from polydraft.serve.lane import Lane, LaneOptions
+from polydraft.serve.memory import fitting_pool, fitting_prefixes, reserve
 from polydraft.serve.request import Request
 
 _LEAST_WINDOW = 1024
-"""Least number of rows in memory: results wait there for those of earlier rows."""
+"""How many rows may be in memory, at least: results wait there for those of earlier rows."""
 
 Observer = Callable[[int, Totals], None]
 """Called with the number of the last row written, and the totals."""
@@ -40,12 +41,12 @@ class BatchTask:
 def run_batch(
     decoder: Decoder, prompts: PromptFile, results: Results, task: BatchTask, options: BatchOptions, observer: Observer
 ) -> Totals:
-    """Generate text for all rows after the last one that has a result; the observer is for progress."""
+    """Generate text for all rows after the last one that has a result; `observer` reports progress."""
     return write_all(generate_rows(decoder, prompts.rows(results.last), task, options), results, observer)
 
 
 def write_all(groups: Iterable[list[dict[str, Any]]], results: Results, observer: Observer) -> Totals:
-    """Write results as they come."""
+    """Write results as they arrive, and return the totals."""
     start = time.perf_counter()
     for group in groups:
         results.totals.seconds = time.perf_counter() - start
@@ -57,14 +58,14 @@ def write_all(groups: Iterable[list[dict[str, Any]]], results: Results, observer
 def generate_rows(
     decoder: Decoder, wanted: Iterable[Row], task: BatchTask, options: BatchOptions
 ) -> Iterator[list[dict[str, Any]]]:
-    """Yield the results of rows, some at a time, in the order of the rows."""
+    """Yield the results of rows in order, a group at a time."""
     check_params(task.sampling, decoder.target.vocab_size)
     slot_tokens = min(options.slot_tokens, decoder.target.max_positions or options.slot_tokens)
     size = LaneOptions(slots=options.slots, slot_tokens=slot_tokens, chunk_tokens=options.chunk_tokens)
     lane = _lane(decoder, size)
     rows, running = enumerate(wanted), dict[Request, tuple[int, Row]]()
     ready: dict[int, dict[str, Any]] = {}
-    """Results by place, until all earlier ones are there."""
+    """Results by place, waiting for those of earlier rows."""
     written, window, ended = 0, max(64 * options.slots, _LEAST_WINDOW), False
     while not ended or lane.busy:
         while not ended and len(lane.waiting) < options.slots and len(ready) + len(running) < window:
@@ -79,10 +80,11 @@ def generate_rows(
                 continue
             running[request] = place, row
             lane.waiting.add(request)
-        for request, progress in lane.step() if lane.busy else ():
-            if progress.emitted.stop_reason is not None:
-                place, row = running.pop(request)
-                ready[place] = _result(row, request)
+        if lane.busy:
+            for request, progress in lane.step():
+                if progress.emitted.stop_reason is not None:
+                    place, row = running.pop(request)
+                    ready[place] = _result(row, request)
         group = []
         while written in ready:
             group.append(ready.pop(written))
@@ -92,12 +94,11 @@ def generate_rows(
 
 
 def _lane(decoder: Decoder, size: LaneOptions) -> Lane:
-    """Return a lane with memory for any text."""
+    """Return a lane with all of its memory allocated."""
     pool = fitting_pool(decoder.target.device)
     lane = Lane(decoder, size, prefixes=Prefixes(fitting_prefixes(decoder.target.device)), pool=pool)
     try:
-        lane.reserve()
-        check_pool(pool, [lane])
+        reserve([lane], pool)
     except (MemoryError, torch.OutOfMemoryError) as error:
         raise FailureError(
             f"too little memory for {size.slots} slots of {size.slot_tokens} tokens; use smaller --slots or --slot-tokens"
@@ -106,7 +107,7 @@ def _lane(decoder: Decoder, size: LaneOptions) -> Lane:
 
 
 def _sequence(decoder: Decoder, row: Row, task: BatchTask, slot_tokens: int) -> TokenSequence:
-    """Return the sequence of a row, with its own seed, so that its text does not depend on other rows."""
+    """Return the sequence of a row. It has a seed of its own, so that its text does not depend on other rows."""
     if row.error is not None:
         raise UsageError(row.error)
     prompt = decoder.encode(prompt_of(row.record, "it").content, chat=not task.raw)

@@ -1,4 +1,4 @@
-"""Rows shared among Ray Data workers; results come back in order, into one file."""
+"""Distribute rows among Ray Data workers, and write their results in order into one file."""
 
 import itertools
 import json
@@ -20,12 +20,12 @@ from polydraft.options import LoadOptions
 from polydraft.serve.cluster import cluster_with_room
 
 _ROWS_PER_SLOT = 32
-"""Size of a share. At its end slots idle until its last text is done, which matters less in larger shares."""
+"""Size of a share. Slots idle at its end until the last text is done, which matters less in larger shares."""
 _MOST_SHARES = 4096
 
 
 class Worker:
-    """A worker with its own copy of the model, which takes shares one after the other."""
+    """A worker with its own copy of the model, which takes one share after another."""
 
     def __init__(self, loading: Mapping[str, Any], task: BatchTask, options: BatchOptions, threads: int) -> None:
         torch.set_num_threads(threads)
@@ -33,7 +33,7 @@ class Worker:
         self._task, self._options = task, options
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return the results of the batch's one share."""
+        """Return the results of the one share in a batch."""
         rows = pickle.loads(batch["rows"][0])  # pickled by us a moment ago
         found = [one for group in generate_rows(self._decoder, rows, self._task, self._options) for one in group]
         return {"results": np.array([json.dumps(found)], dtype=object)}
@@ -53,7 +53,7 @@ def run_by_ray(
     A worker that dies is restarted and repeats its share: every row has its own seed.
     """
     size = max(_ROWS_PER_SLOT * options.slots, -(-prompts.lines // _MOST_SHARES))
-    # If there are fewer rows than that per worker, share them evenly, so that no worker idles.
+    # With fewer rows than that per worker, share them evenly, so that no worker idles.
     size = max(min(size, -(-(prompts.lines - results.last) // workers.workers)), 1)
     rows = prompts.rows(results.last)
     shares = [{"rows": pickle.dumps(share)} for share in iter(lambda: list(itertools.islice(rows, size)), [])]
@@ -62,7 +62,7 @@ def run_by_ray(
     with cluster_with_room("worker", workers.workers, cpus=workers.worker_cpus, gpus=workers.worker_gpus):
         context = ray.data.DataContext.get_current()
         context.execution_options.preserve_order = True
-        context.enable_progress_bars = False  # ours says more
+        context.enable_progress_bars = False  # our own says more
         data = ray.data.from_items(shares, override_num_blocks=len(shares)).map_batches(
             Worker,
             fn_constructor_args=(dict(loading), task, options, max(int(workers.worker_cpus), 1)),

@@ -1,4 +1,4 @@
-"""N-gram caches: what followed the text's last tokens earlier, in the text or in a corpus."""
+"""N-gram caches: they propose what followed the text's last tokens before, in the text or in a corpus."""
 
 from polydraft.models.heads.head_folder import tokenizer_fingerprint
 from polydraft.ngrams.cache import GRAM_CACHES, ContinuationMemory, GramCache, GramMemory, GramOptions, Match, Way

@@ -1,8 +1,8 @@
 """The context cache of Self-Draft: what recently followed a few tokens, in the text and in draft branches.
 
-Deviations from the paper, which keys by one token, learns from branches alone and stops after G tokens: the text is learnt,
-too, prefixes of several lengths are kept, the longest is asked first, and a continuation is itself continued as long as the
-cache knows how. `GramOptions(branches_only=True, max_prefix=1)` has none of them.
+Deviations from the paper, which keys by one token, learns only from branches and stops after G tokens: this cache also learns
+from the text, keeps prefixes of several lengths, asks the longest first, and chains continuations as far as it can.
+`GramOptions(branches_only=True, max_prefix=1)` is the paper's cache.
 
 References
 ----------
@@ -17,17 +17,17 @@ from polydraft.ngrams.cache import GRAM_CACHES, ContinuationMemory, Distinct, Gr
 
 Gram = tuple[int, ...]
 Found = tuple[int, Gram]
-"""Number of tokens that match, and the rest of the continuation."""
+"""Number of tokens that match, and what is left of the continuation."""
 
 _LEAST_CHAIN = 2
-"""Shortest prefix by which a continuation is extended: one token says too little about the next ones."""
+"""Shortest prefix by which a continuation is extended: one token says too little about what follows."""
 
 _NOTHING: list[Gram] = [()]
 _size = itemgetter(0)
 
 
 class GramTable:
-    """Prefixes of one length with their continuations; the least recently seen of either go first."""
+    """Prefixes of one length with their continuations; the least recently seen of either are dropped first."""
 
     def __init__(self, max_keys: int, entries_per_key: int) -> None:
         self._max_keys, self._entries_per_key = max_keys, entries_per_key
@@ -105,7 +105,7 @@ class GramTables:
         return [(size, gram) for size in prefixes for gram in self._tables[size - 1].get(tail[-size:])]
 
     def _chained(self, tail: Gram, continuation: Gram, length: int) -> Gram:
-        """Extend a continuation by what followed its own end."""
+        """Extend a continuation by what followed its own last tokens."""
         longest = len(self._tables)
         while self._chains and len(continuation) < length:
             end = (tail + continuation)[-longest:]
@@ -119,14 +119,14 @@ class GramTables:
 
 
 class _ContextMemory(ContinuationMemory):
-    """The text's last tokens, and the tables that they are looked up in."""
+    """Keeps the text's last tokens, and the tables in which they are looked up."""
 
     def __init__(self, options: GramOptions, shared: GramTables | None) -> None:
         self._options, self._shared = options, shared
         self.reset()
 
     def reset(self) -> None:
-        """Forget the text, and what was learnt unless it is shared."""
+        """Forget the text, and what was learnt, unless that is shared."""
         self._tables = self._shared if self._shared is not None else GramTables(self._options)
         self._tail: list[int] = []
 
@@ -137,7 +137,7 @@ class _ContextMemory(ContinuationMemory):
         self._tail = text[-(self._options.max_prefix + self._options.gram - 1) :]
 
     def learn(self, tokens: Sequence[int]) -> None:
-        """Learn a draft branch's n-gram: its first tokens are the prefix of the others."""
+        """Learn the n-gram of a draft branch: its first tokens are a prefix, the others the continuation."""
         gram = tuple(tokens)
         self._tables.add_short(gram)
         self._tables.add(gram, len(gram))
@@ -152,7 +152,7 @@ class _ContextMemory(ContinuationMemory):
         return tail, self._tables.followed(tail)
 
     def step(self, place: tuple[Gram, list[Found]], token: int) -> tuple[Gram, list[Found]]:
-        """Append a token: continuations that start with it match one token more, and new ones are looked up."""
+        """Append a token: continuations that start with it match one more token, and new ones are looked up."""
         tail = (*place[0], token)[-self._options.max_prefix :]
         longer = [(size + 1, gram[1:]) for size, gram in place[1] if gram[0] == token and len(gram) > 1]
         return tail, sorted(longer + self._tables.followed(tail), key=_size, reverse=True)
@@ -169,7 +169,7 @@ class _ContextMemory(ContinuationMemory):
 
 
 class ContextCache(GramCache):
-    """What recently followed the last few tokens, in this text and its draft branches."""
+    """Proposes what recently followed the last few tokens, in this text and its draft branches."""
 
     name = "context"
 

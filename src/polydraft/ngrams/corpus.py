@@ -1,6 +1,6 @@
-"""The corpus cache of Self-Draft: what usually follows a few tokens, counted in a large text beforehand.
+"""The corpus cache of Self-Draft: what usually follows a few tokens, counted in a large text in advance.
 
-"Longer prefixes and higher frequencies receive higher priority" [1]_. Prefix and continuation together are a counted n-gram, so
+"Longer prefixes and higher frequencies receive higher priority" [1]_. A prefix with its continuation is a counted n-gram, so
 shorter prefixes have longer continuations.
 
 References
@@ -8,8 +8,9 @@ References
 .. [1] Gao et al., "Multi-Branch Self-Drafting for LLM Inference Acceleration", 2025; section "Draft Cache Initialization".
 """
 
-from collections.abc import Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
+from heapq import heappop, heappush
+from itertools import count, islice
 from math import exp
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +27,6 @@ from polydraft.ngrams.cache import (
     Match,
     Step,
     Way,
-    best_paths,
     share_chance,
 )
 from polydraft.ngrams.gram_trie import ABSENT, GramTrie, load_trie
@@ -37,9 +37,9 @@ SHIPPED_CORPORA = {"smollm2-corpus": Path(__file__).parent.parent / "drafts" / "
 
 
 def load_corpus(name: str | Path, fingerprint: str | None) -> GramTrie | None:
-    """Load a corpus cache: a file, a shipped one by name, ``"none"``, or ``"auto"``.
+    """Load a corpus cache: a file, a shipped one by name, or ``"auto"``, the shipped one for the tokenizer of this fingerprint.
 
-    ``"auto"`` is the shipped one that was made with the tokenizer of this fingerprint, and None if there is none.
+    Return None for ``"none"``, and for ``"auto"`` if none fits.
     """
     if name == "none":
         return None
@@ -55,17 +55,41 @@ def load_corpus(name: str | Path, fingerprint: str | None) -> GramTrie | None:
     return trie
 
 
+def best_paths(root: int, steps: Callable[[int], Sequence[Step]], length: int) -> Iterator[Sequence[int]]:
+    """Yield different paths of up to `length` tokens: the greedy one, then others in order of the cost of branching off.
+
+    `steps` returns the edges of a node, cheapest first. After its branching point, a path is greedy, so each path takes at most
+    `length` calls of `steps`.
+    """
+    order = count()  # of equal costs, the earlier path goes first
+    open_paths: list[tuple[float, int, tuple[int, ...], int]] = [(0.0, next(order), (), root)]
+    while open_paths:
+        cost, _, tokens, node = heappop(open_paths)
+        while len(tokens) < length:
+            ways = steps(node)
+            if not ways:
+                if tokens:
+                    yield tokens
+                break
+            for further, token, to in ways[1:]:
+                heappush(open_paths, (cost + further, next(order), (*tokens, token), to))
+            further, token, node = ways[0]
+            cost, tokens = cost + further, (*tokens, token)
+        else:
+            yield tokens
+
+
 _MOST_KNOWN = 20_000
-"""Nodes whose children or ways are kept for the next time; some megabytes."""
+"""Nodes whose children or ways are cached; some megabytes."""
 
 Found = TypeVar("Found")
 
 
 class _Known(dict[int, Found]):
-    """What was looked up in a corpus, by node; all texts share it, because a corpus does not change."""
+    """Cache of look-ups in a corpus, by node. A corpus does not change, so all texts share it."""
 
     def note(self, node: int, found: Found) -> Found:
-        """Keep what was looked up; start over when there is too much."""
+        """Cache what was found, and return it; start over when the cache is full."""
         if len(self) >= _MOST_KNOWN:
             self.clear()
         self[node] = found
@@ -73,9 +97,9 @@ class _Known(dict[int, Found]):
 
 
 class _CorpusMemory(ContinuationMemory):
-    """The text's last tokens, and the n-grams that they are looked up in."""
+    """Keeps the text's last tokens, and the trie in which they are looked up."""
 
-    def __init__(self, trie: GramTrie | None, ways: _Known[list[Way]], children: _Known[dict[int, int]]) -> None:
+    def __init__(self, trie: GramTrie, ways: _Known[list[Way]], children: _Known[dict[int, int]]) -> None:
         self._trie, self._ways, self._children = trie, ways, children
         self._tail: list[int] = []
 
@@ -84,22 +108,21 @@ class _CorpusMemory(ContinuationMemory):
         self._tail = []
 
     def read(self, tokens: Sequence[int]) -> None:
-        if self._trie is not None:
-            most = len(self._trie.level_sizes) - 1  # the longest n-grams that anything follows
-            self._tail = [*self._tail, *tokens[-most:]][-most:]
+        most = len(self._trie.level_sizes) - 1  # length of the longest n-grams with a continuation
+        self._tail = [*self._tail, *tokens[-most:]][-most:]
 
     def matches(self, count: int, length: int) -> list[Match]:
         """Return what followed the text's last tokens in the corpus: longest prefix first, then most frequent first."""
         trie, found = self._trie, Distinct(count)
-        if trie is None:
-            return []
 
         def steps(node: int) -> list[Step]:
             return trie.steps(node, count)
 
         for prefix in range(min(len(self._tail), trie.max_prefix), 0, -1):
             node = trie.find(self._tail[-prefix:])
-            for tokens in islice(best_paths(node, steps, length), count) if node != ABSENT else ():
+            if node == ABSENT:
+                continue
+            for tokens in islice(best_paths(node, steps, length), count):
                 found.add(prefix, tokens)
                 if found.full:
                     return found.matches
@@ -107,29 +130,26 @@ class _CorpusMemory(ContinuationMemory):
 
     def end(self) -> list[int]:
         """Return the nodes of the text's last tokens, the longest n-gram first."""
-        trie, place = self._trie, list[int]()
-        for token in self._tail if trie is not None else ():
+        place = list[int]()
+        for token in self._tail:
             place = self.step(place, token)
         return place
 
     def step(self, place: list[int], token: int) -> list[int]:
-        """Append a token to each n-gram; those that are not in the corpus drop out, and one of a single token begins."""
-        trie = self._trie
-        if trie is None:
-            return []
+        """Append a token to each n-gram, drop those that are not in the corpus, and add that of the token alone."""
         found = []
         for node in place:
             known = self._children.get(node)
             if known is None:
-                known = self._children.note(node, trie.children(node))
+                known = self._children.note(node, self._trie.children(node))
             child = known.get(token)
             if child is not None:
                 found.append(child)
-        top = trie.top(token)
+        top = self._trie.top(token)
         return found if top == ABSENT else [*found, top]
 
     def ways(self, place: list[int], width: int) -> list[Way]:
-        """Return what followed the last tokens most often, then what followed fewer of them."""
+        """Return what followed the longest n-gram, most frequent first, then what followed shorter ones."""
         if not place:
             return []
         # The longest n-gram ends with all others, so it identifies the place.
@@ -140,7 +160,6 @@ class _CorpusMemory(ContinuationMemory):
 
     def _looked_up(self, place: list[int]) -> list[Way]:
         trie, found = self._trie, dict[int, float]()
-        assert trie is not None
         for node in place:
             for cost, token, _ in trie.steps(node, MOST_WAYS):
                 if token not in found and len(found) < MOST_WAYS:
@@ -151,7 +170,7 @@ class _CorpusMemory(ContinuationMemory):
 
 
 class CorpusCache(GramCache):
-    """What usually follows the last few tokens, counted in a corpus beforehand."""
+    """Proposes what usually follows the last few tokens, counted in a corpus in advance."""
 
     name = "corpus"
     has_tensors = True
@@ -179,6 +198,7 @@ class CorpusCache(GramCache):
 
     def open(self) -> _CorpusMemory:
         """Return the memory of a new text."""
+        assert self._trie is not None, "an empty cache has no memories"
         return _CorpusMemory(self._trie, self._ways, self._children)
 
 

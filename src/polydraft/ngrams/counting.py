@@ -1,10 +1,10 @@
 """Count the n-grams of a corpus that need not fit into memory.
 
-Tokens are spilled to a temporary file and read once per length of n-gram (more often if the distinct ones do not fit into a
-table). N-grams of n + 1 tokens are counted only where the first n were kept; their counts are exact.
+Tokens are spilled to a temporary file, which is read once per length of n-gram (more often if the distinct n-grams do not fit
+into a table). N-grams of n + 1 tokens are counted only if their first n were kept; their counts are exact.
 
-Memory: a table of at most `max_table` distinct n-grams (or of the vocabulary's size, if that is larger) with some copies while
-it is sorted, plus the kept n-grams, at each length never more than fit into the bytes asked for. Disk: 6 to 8 bytes per token.
+Memory: a table of at most `max_table` distinct n-grams (or the size of the vocabulary, if larger), with some copies while it is
+sorted, and the kept n-grams, at each length at most as many as fit into the requested bytes. Disk: 6 to 8 bytes per token.
 """
 
 import tempfile
@@ -22,14 +22,14 @@ from polydraft.ngrams.cache import check_order
 from polydraft.ngrams.gram_trie import ABSENT, HEADER_SIZE, GramTrie, node_bytes, token_type, weights_of
 
 Advance = Callable[[int, int], None]
-"""`(done, total)`: progress."""
+"""Reports progress as `(done, total)`."""
 
 
 @dataclass(frozen=True, eq=False)
 class _Level:
-    """Distinct keys, ascending, with their counts.
+    """The distinct n-grams of one length: their keys, ascending, and counts.
 
-    The key of an n-gram is the index of its prefix in the level before × vocabulary size + its last token.
+    The key of an n-gram is the index of its prefix in the previous level × vocabulary size + its last token.
     """
 
     keys: NDArray[np.int64]
@@ -55,7 +55,7 @@ class _Level:
 
     @classmethod
     def joined(cls, low: "_Level", high: "_Level") -> "_Level":
-        """Append keys to lower ones."""
+        """Join two levels; all keys of `low` are below those of `high`."""
         return cls(np.append(low.keys, high.keys), np.append(low.counts, high.counts))
 
     @property
@@ -70,11 +70,11 @@ class _Level:
         return np.where(self.keys[places] == keys, places, ABSENT)
 
     def most_frequent(self, most: int) -> "_Level":
-        """Keep the most frequent n-grams; among equals those with the lowest keys."""
+        """Return the `most` most frequent n-grams; among equals, those with the lowest keys."""
         return self if self.size <= most else self.only(self.among_most_frequent(most))
 
     def among_most_frequent(self, most: int) -> NDArray[np.bool_]:
-        """Return which n-grams `most_frequent` keeps."""
+        """Return a mask of the n-grams that `most_frequent` keeps."""
         keep = np.zeros(self.size, dtype=bool)
         keep[np.argsort(-self.counts, kind="stable")[:most]] = True
         return keep
@@ -101,9 +101,9 @@ def _floor_count(levels: Sequence[_Level], sizes: NDArray[np.int64], room: int) 
 
 
 def _fitted(levels: Sequence[_Level], sizes: NDArray[np.int64], room: int) -> list[NDArray[np.bool_]]:
-    """Return which of each level's n-grams are among the most frequent ones that fit.
+    """Return, for each level, a mask of the n-grams that are among the most frequent ones that fit.
 
-    A prefix is seen at least as often as its n-gram, and is shorter: it stays whenever the n-gram does.
+    A prefix is seen at least as often as its n-gram, and is shorter, so it is kept whenever the n-gram is.
     """
     _, numbers, used = _sorted(levels, sizes)
     kept = np.bincount(numbers[: int(np.searchsorted(used, room, side="right"))], minlength=len(levels))
@@ -113,7 +113,7 @@ def _fitted(levels: Sequence[_Level], sizes: NDArray[np.int64], room: int) -> li
 def _assemble(
     levels: Sequence[_Level], kept: Sequence[NDArray[np.bool_]], vocab_size: int
 ) -> tuple[tuple[int, ...], NDArray[Any], NDArray[np.uint8], NDArray[np.uint32]]:
-    """Order the kept nodes by level, siblings by descending count; return sizes, tokens, weights and first children."""
+    """Order the kept nodes by level, and siblings by descending count; return the arrays of a `GramTrie`."""
     sizes = tuple(int(keep.sum()) for keep in kept)
     tokens, counts, firsts = [], [], []
     parents_N, end = np.zeros(1, dtype=np.int64), 0  # new indices of the previous level's nodes; the root comes first
@@ -133,18 +133,18 @@ def _assemble(
 
 
 class GramCounter:
-    """Counts the n-grams of texts and makes a trie of them.
+    """Count the n-grams of texts, and make a trie of them.
 
     Parameters
     ----------
     vocab_size : int
-        Token ids are below this.
+        Token ids are below this number.
     max_prefix, gram : int
         Longest prefix and longest continuation; n-grams up to their sum are counted.
     max_table : int
-        Distinct n-grams counted in memory at a time.
+        Most distinct n-grams to count in memory at a time.
     chunk : int
-        Tokens processed at a time.
+        Tokens to process at a time.
     """
 
     def __init__(
@@ -179,30 +179,30 @@ class GramCounter:
         self.size += len(fresh)
 
     def end_text(self) -> None:
-        """End a text: no n-gram reaches into the next one."""
+        """End a text, so that no n-gram reaches into the next one."""
         self._spill(np.array([self._vocab_size]))
 
     def _spill(self, tokens: NDArray[np.int64]) -> None:
-        with _room_needed():
+        with _disk_errors():
             self._spilled.write(tokens.astype(self._type).tobytes())
 
     def _node_file(self, places: int) -> NDArray[np.int32]:
-        """Map a file with a number per token; it is written first, because a full disk would kill the process later."""
+        """Map a file with a number per token. It is written in full first, because a full disk would kill the process later."""
         file = Path(self._folder.name) / "nodes"
-        with _room_needed(), file.open("wb") as opened:
+        with _disk_errors(), file.open("wb") as opened:
             for chunk in self._chunks(places):
                 opened.write(bytes(4 * (chunk.stop - chunk.start)))
         return np.memmap(file, dtype=np.int32, mode="r+")
 
     def count(self, fingerprint: str, *, max_bytes: int, min_count: int = 2, advance: Advance | None = None) -> GramTrie:
-        """Return the most frequent n-grams that fit into a file of `max_bytes`, of those seen at least `min_count` times.
+        """Return the most frequent n-grams, seen at least `min_count` times, that fit into a file of `max_bytes`.
 
         Among equal counts, shorter n-grams come first, then lower token ids. The result does not depend on how texts were
         divided among calls of `add`.
         """
         order = self._max_prefix + self._gram
         self.end_text()
-        with _room_needed():
+        with _disk_errors():
             self._spilled.flush()
         tokens_X = np.memmap(self._spilled.name, dtype=self._type, mode="r")
         nodes_X = self._node_file(len(tokens_X))
@@ -243,7 +243,7 @@ class GramCounter:
     def _count_level(
         self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], parents: _Level, number: int, min_count: int, most: int
     ) -> _Level:
-        """Count the n-grams of one level, for a range of prefixes at a time."""
+        """Count the n-grams of one level, one range of prefixes at a time."""
         kept = _Level.empty()
         for low, high in _ranges(parents.counts, self._max_table):
             table = _Level.empty()
@@ -259,13 +259,13 @@ class GramCounter:
         return kept
 
     def _keys(self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], chunk: slice, number: int) -> NDArray[np.int64]:
-        """Return the keys of n-grams that start in a chunk, `ABSENT` where the prefix was not kept or the text ends."""
+        """Return the keys of n-grams that start in a chunk; `ABSENT` where the prefix was not kept or the text ends."""
         nodes = nodes_X[chunk].astype(np.int64)
         last = tokens_X[chunk.start + number : chunk.stop + number].astype(np.int64)
         return np.where((nodes != ABSENT) & (last < self._vocab_size), nodes * self._vocab_size + last, ABSENT)
 
     def _place(self, tokens_X: NDArray[Any], nodes_X: NDArray[np.int32], level: _Level, number: int) -> None:
-        """Write, for every position in the corpus, the node of the n-gram that starts there."""
+        """Write the node of the n-gram that starts at each position of the corpus."""
         total = len(tokens_X) - number
         for chunk in self._chunks(total):
             keys = self._keys(tokens_X, nodes_X, chunk, number) if number else tokens_X[chunk].astype(np.int64)
@@ -274,7 +274,8 @@ class GramCounter:
 
 
 @contextmanager
-def _room_needed() -> Iterator[None]:
+def _disk_errors() -> Iterator[None]:
+    """Turn errors of writing temporary files into a `FailureError` that says what to do."""
     try:
         yield
     except OSError as error:
@@ -285,7 +286,7 @@ def _room_needed() -> Iterator[None]:
 
 
 def _ranges(counts_N: NDArray[np.int64], most: int) -> Iterator[tuple[int, int]]:
-    """Split nodes into ranges that were seen at most `most` times in total, or have a single node."""
+    """Split nodes into ranges with counts of at most `most` in total, or of a single node."""
     seen_N = np.cumsum(counts_N)
     low = 0
     while low < len(seen_N):

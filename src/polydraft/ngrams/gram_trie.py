@@ -1,4 +1,4 @@
-"""Counted n-grams as a trie in a few flat arrays, in memory and on disk.
+"""Counted n-grams as a trie in flat arrays, in memory and on disk.
 
 A file is a header followed by the raw arrays, so that it can be mapped into memory.
 
@@ -13,7 +13,7 @@ A file is a header followed by the raw arrays, so that it can be mapped into mem
     32 bytes   SHA-256 of everything before and after these 32 bytes
     arrays     first children (u32), tokens (u16 or u32), weights (u8); see `GramTrie`
 
-All numbers are little-endian. Nothing in a file is ever executed or unpickled.
+All numbers are little-endian. Nothing in a file is executed or unpickled.
 """
 
 import hashlib
@@ -53,15 +53,15 @@ def weights_of(counts: NDArray[np.int64]) -> NDArray[np.uint8]:
 
 
 def share_tenths() -> list[int]:
-    """Return a child's share of its parent's count in tenths, by the difference of their weights."""
+    """Return the share of a child in its parent's count, in tenths, by the difference of their weights."""
     return [int(10 * exp(-less * _COST_UNIT)) for less in range(256)]
 
 
 @dataclass(frozen=True, eq=False)
 class GramTrie:
-    """All kept n-grams of up to `max_prefix + gram` tokens; every prefix of a kept one is kept.
+    """The kept n-grams of up to `max_prefix + gram` tokens, with all their prefixes.
 
-    Nodes are numbered level by level; a node's children are consecutive, most frequent first.
+    Nodes are numbered level by level. The children of a node are consecutive, most frequent first.
     """
 
     fingerprint: str
@@ -72,7 +72,7 @@ class GramTrie:
     corpus_tokens: int
     """Tokens that were counted."""
     level_sizes: tuple[int, ...]
-    """Nodes of each level: n-grams of 1, 2, ... tokens."""
+    """Number of nodes of each level: n-grams of 1, 2, ... tokens."""
     tokens_N: NDArray[Any]
     """Last token of each n-gram."""
     weights_N: NDArray[np.uint8]
@@ -128,19 +128,19 @@ class GramTrie:
 
 
 def token_type(vocab_size: int) -> np.dtype[Any]:
-    """Return the narrowest type that holds every token id."""
+    """Return the smallest type that holds every token id."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
 def node_bytes(vocab_size: int, order: int) -> NDArray[np.int64]:
-    """Return the bytes that a node of each level takes."""
+    """Return the size of a node in bytes, by level."""
     sizes = np.full(order, token_type(vocab_size).itemsize + 1 + 4, dtype=np.int64)
     sizes[-1] -= 4  # leaves have no children
     return sizes
 
 
 def save_trie(trie: GramTrie, file: Path) -> None:
-    """Write a file; it is either complete or absent."""
+    """Write a trie to a file, completely or not at all."""
     levels = [*trie.level_sizes, *[0] * (MOST_ORDER - len(trie.level_sizes))]
     token = token_type(trie.vocab_size)
     fields = _FIELDS.pack(
@@ -163,7 +163,7 @@ def save_trie(trie: GramTrie, file: Path) -> None:
 
 
 def load_trie(file: Path) -> GramTrie:
-    """Check every byte of a file, and map it into memory."""
+    """Check a file completely, and map it into memory."""
     name = f"corpus cache {str(file)!r}"
     try:
         size = file.stat().st_size
@@ -188,13 +188,13 @@ def load_trie(file: Path) -> GramTrie:
     digest.update(payload_X.data)
     if digest.digest() != header[_FIELDS.size :]:
         raise UsageError(f"{name} is damaged: its checksum is wrong; {_REMEDY}")
-    # No accident gets this far; what follows protects against files made with intent.
+    # Accidental damage has been found by now; the rest protects against forged files.
     lengths_fit = order == max_prefix + gram <= MOST_ORDER and min(max_prefix, gram, levels[0]) >= 1 and not any(levels[order:])
     if not lengths_fit or vocab_size > _MOST_TOKENS or token_size != token_type(vocab_size).itemsize:
         raise UsageError(f"{name} is inconsistent; {_REMEDY}")
     parts = np.split(payload_X, np.cumsum([4 * (inner + 1), nodes * token_size]))
     firsts_I, tokens_N, weights_N = parts[0].view("<u4"), parts[1].view(f"<u{token_size}"), parts[2]
-    level_ends = np.cumsum(levels[:order])  # the first node of a level has its children at the beginning of the next one
+    level_ends = np.cumsum(levels[:order])  # the children of a level's first node are at the beginning of the next level
     children_fit = (firsts_I[np.append(0, level_ends[:-1])] == level_ends).all() and (firsts_I[1:] >= firsts_I[:-1]).all()
     if not children_fit or int(tokens_N.max()) >= vocab_size:
         raise UsageError(f"{name} is inconsistent; {_REMEDY}")

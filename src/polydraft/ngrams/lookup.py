@@ -1,8 +1,8 @@
-"""Prompt lookup: find the text's end earlier in the text, and propose what followed there.
+"""Prompt lookup: find the text's last tokens earlier in the text, and propose what followed there.
 
-The cache `lookup` matches a few tokens with an index of n-grams, `suffix` as many as possible with a suffix automaton. Hugging
-Face's `prompt_lookup_num_tokens` scans the text in each round and takes the first match; here an index grows with the text, the
-most recent match comes first, and there may be several.
+The cache `lookup` matches a few tokens, by an index of n-grams; `suffix` as many as possible, by a suffix automaton. Hugging
+Face's `prompt_lookup_num_tokens` scans the text in each round and takes the first match. Here an index grows with the text, and
+several matches are followed, the most recent first.
 """
 
 from collections.abc import Iterable, Sequence
@@ -11,21 +11,21 @@ from math import log
 from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Step, Way, match_chance
 
 ROOT = 0
-"""State of the automaton that stands for the empty n-gram."""
+"""The automaton's state for the empty n-gram."""
 
 MOST_COPIES = 16
-"""Occurrences that are followed token by token: of the longest matches, the most recent."""
+"""Most earlier occurrences that are followed: the longest matches, and among them the most recent."""
 _MOST_STATES = 8
-"""Ends of the text, longest first, whose continuations are proposed."""
+"""Most ends of the text whose continuations are proposed, longest first."""
 _MOST_UPDATES = 32
-"""States whose counts are updated per token, longest first. Ordinary text has fewer ends that were seen before; repetitive text
-(a thousand times the same token) would take quadratic time otherwise, and gets counts that are slightly too low."""
+"""Most states whose counts are updated per token, longest first. In ordinary text, fewer are affected. Without a limit,
+repetitive text (a thousand times the same token) would take quadratic time; with it, its counts are slightly too low."""
 _Copy = tuple[int, int]
 """Number of tokens that match, and the position in the text after them."""
 
 
 class _LookupMemory(GramMemory):
-    """A text with, for every n-gram of it, the places after it."""
+    """Keeps a text with an index of its n-grams: the places after each."""
 
     def __init__(self, max_match: int) -> None:
         self._max_match = max_match
@@ -33,13 +33,13 @@ class _LookupMemory(GramMemory):
 
     def reset(self) -> None:
         self._text: list[int] = []
-        # For n-grams with n = 1, 2, ...: the latest place after each, and for each place (from n on) the previous one. No
+        # For n = 1, 2, ...: the latest place after each n-gram, and for each place the previous one after the same n-gram. No
         # n-gram ends before place 1, so 0 means none.
         self._latest: list[dict[tuple[int, ...], int]] = [{} for _ in range(self._max_match)]
         self._earlier: list[list[int]] = [[0] * size for size in range(1, self._max_match + 1)]
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Append text; an n-gram is indexed as soon as it has a continuation."""
+        """Append text; an n-gram is indexed once it has a continuation."""
         text, begun = self._text, len(self._text)
         text.extend(tokens)
         for size, (latest, earlier) in enumerate(zip(self._latest, self._earlier, strict=True), start=1):
@@ -55,7 +55,7 @@ class _LookupMemory(GramMemory):
         return (), self._copies(())
 
     def step(self, place: tuple[tuple[int, ...], list[_Copy]], token: int) -> tuple[tuple[int, ...], list[_Copy]]:
-        """Append a token: copies that continue with it match one token more; if there are none, the text is searched again."""
+        """Append a token: copies that continue with it match one more token. If none does, search the text again."""
         path, copies = place
         longer = [(size + 1, at + 1) for size, at in copies if self._token(at, path) == token]
         path = (*path, token)
@@ -74,12 +74,12 @@ class _LookupMemory(GramMemory):
         return list(found.items())
 
     def _token(self, at: int, path: tuple[int, ...]) -> int:
-        """Return the token at a place of text and path; a copy that reaches the text's end repeats itself."""
+        """Return the token at a place of text and path. A copy that reaches the text's end repeats itself."""
         text = self._text
         return text[at] if at < len(text) else path[at - len(text)]
 
     def _copies(self, path: tuple[int, ...]) -> list[_Copy]:
-        """Find the last tokens of text and path earlier in the text: longest match first, then most recent first."""
+        """Find the last tokens of text and path in the text: longest match first, then most recent first."""
         tail = (*self._text[-self._max_match :], *path[-self._max_match :])[-self._max_match :]
         copies, known = list[_Copy](), set[int]()
         for size in range(len(tail), 0, -1):
@@ -93,7 +93,7 @@ class _LookupMemory(GramMemory):
 
 
 class LookupCache(GramCache):
-    """What followed the last few tokens earlier in the text (prompt lookup)."""
+    """Proposes what followed the last few tokens earlier in the text (prompt lookup)."""
 
     name = "lookup"
     has_tensors = True
@@ -108,24 +108,24 @@ class LookupCache(GramCache):
 
 
 class SuffixAutomaton:
-    """A growing text and all its n-grams, with how often and when last each was seen.
+    """A growing text and all its n-grams, with the count and the last occurrence of each.
 
-    Built token by token in amortised constant time (Blumer et al. 1985). A state stands for all n-grams that end at the same
-    places; its link leads to their longest suffix that also occurs elsewhere.
+    It is built token by token, in amortised constant time (Blumer et al. 1985). A state stands for all n-grams that end at the
+    same places; its link leads to the state of their longest suffix that also occurs elsewhere.
     """
 
     def __init__(self) -> None:
         self.text_size = 0
         self.whole = ROOT
-        """State of the whole text; its link is the state of the longest end of the text that also occurs elsewhere."""
+        """State of the whole text. Its link leads to the longest end of the text that also occurs elsewhere."""
         # By state:
         self.steps: list[dict[int, int]] = [{}]
-        """Next tokens, with the states they lead to."""
+        """Next tokens, with the states that they lead to."""
         self.links: list[int] = [-1]
         self.sizes: list[int] = [0]
-        """Tokens of its longest n-gram."""
+        """Length of the longest n-gram."""
         self.counts: list[int] = [0]
-        """How often its n-grams were seen."""
+        """How often the n-grams have occurred."""
         self.latest: list[int] = [0]
         """Place after their last occurrence."""
 
@@ -157,7 +157,7 @@ class SuffixAutomaton:
         self.whole, self.text_size = whole, size
 
     def _split(self, state: int, token: int, known: int) -> int:
-        """Move the shorter n-grams of a state, which now occur at one place more, to a state of their own."""
+        """Move the shorter n-grams of a state, which now occur at one more place, to a new state, and return it."""
         steps, links = self.steps, self.links
         part = len(links)
         steps.append(steps[known].copy())
@@ -173,7 +173,7 @@ class SuffixAutomaton:
 
 
 class _SuffixMemory(GramMemory):
-    """A text as an automaton."""
+    """Keeps a text as an automaton."""
 
     def __init__(self, by_count: bool) -> None:
         self._by_count = by_count
@@ -181,19 +181,17 @@ class _SuffixMemory(GramMemory):
 
     def reset(self) -> None:
         self._automaton = SuffixAutomaton()
-        self._text: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> None:
-        self._text.extend(tokens)
         self._automaton.extend(tokens)
 
     def end(self) -> tuple[int, int]:
-        """Return the state of the longest end of the text that was seen before, and its tokens."""
+        """Return the state and the length of the longest end of the text that has occurred before."""
         state = max(self._automaton.links[self._automaton.whole], ROOT)
         return state, self._automaton.sizes[state]
 
     def step(self, place: tuple[int, int], token: int) -> tuple[int, int]:
-        """Follow a token from the longest end that it was ever seen after."""
+        """Follow a token from the longest end that it has ever followed."""
         automaton, (state, size) = self._automaton, place
         while state > ROOT and token not in automaton.steps[state]:
             state = automaton.links[state]
@@ -202,13 +200,14 @@ class _SuffixMemory(GramMemory):
         return (ROOT, 0) if following is None else (following, size + 1)
 
     def ways(self, place: tuple[int, int], width: int) -> list[Way]:
-        """Return what followed the longest end, then what followed shorter ones."""
+        """Return what followed the longest end, then what followed shorter ends."""
         automaton, (state, size) = self._automaton, place
         found: dict[int, float] = {}
         for _ in range(_MOST_STATES):
             if state <= ROOT or len(found) >= width:
                 break
-            for _, token, _ in self._steps(state, width) if automaton.steps[state] else ():
+            steps = self._steps(state, width) if automaton.steps[state] else []
+            for _, token, _ in steps:
                 if token not in found and len(found) < width:
                     found[token] = match_chance(size, len(found))
             state = automaton.links[state]
@@ -216,7 +215,7 @@ class _SuffixMemory(GramMemory):
         return list(found.items())
 
     def _steps(self, state: int, width: int) -> list[Step]:
-        """Return a state's edges, most frequent or most recent first; the whole text has those of its longest known end."""
+        """Return a state's edges, most frequent or most recent first; the whole text has those of its longest repeated end."""
         automaton = self._automaton
         while not automaton.steps[state]:
             state = automaton.links[state]
@@ -229,19 +228,19 @@ class _SuffixMemory(GramMemory):
         if not self._by_count:
             newest = sorted([(-latest[to], token, to) for token, to in ways.items()])[:width]
             return [(float(rank), token, to) for rank, (_, token, to) in enumerate(newest)]
-        # No two edges were last seen at the same place.
+        # No two edges have their last occurrence at the same place.
         commonest = sorted([(-counts[to], -latest[to], token, to) for token, to in ways.items()])
         total = -sum([number for number, _, _, _ in commonest])
         return [(log(total / -number), token, to) for number, _, token, to in commonest[:width]]
 
 
 class SuffixCache(GramCache):
-    """What followed the longest end of the text that occurs earlier (suffix automaton)."""
+    """Proposes what followed the longest end of the text that occurs earlier (suffix automaton)."""
 
     name = "suffix"
     has_tensors = True
     longest_match = 12
-    """Longer matches are no likelier. On a device, matches are those of `lookup`, only longer: the most recent come first."""
+    """Longer matches are no better. On a device, matches are those of `lookup`, only longer: the most recent come first."""
 
     def open(self) -> _SuffixMemory:
         """Return the memory of a new text."""

@@ -1,9 +1,9 @@
-"""What a request expects its text to be, as an n-gram memory: followed while the text does, and found again after an edit.
+"""A predicted text as an n-gram memory: it is followed while the text agrees, and found again after an edit.
 
-The place in the predicted tokens moves on with the text. Where the text leaves it, the text's last tokens are looked up in the
-prediction: the longest match counts, and of equal ones the next one behind the place that was lost, as where a file is
-compared with its edited copy. How likely the next token is follows from how many tokens match by now, and from how often
-that came true in this very text: of a wrong prediction nothing is proposed after a few rounds.
+The place in the prediction moves on with the text. When the text deviates, its last tokens are looked up in the prediction:
+the longest match counts, and of equal ones the next one after the place that was lost, as in comparing a file with its edited
+copy. The probability of the next token depends on how many tokens match, and on how often such proposals were right in this
+text, so a wrong prediction is no longer proposed after a few rounds.
 """
 
 from bisect import bisect_left
@@ -14,23 +14,23 @@ from polydraft.sampling import SamplingParams
 
 PREDICTION = "prediction"
 _LONGEST, _LEAST = 16, 2
-"""Tokens of the text's end that are compared, and how many must match anywhere in the prediction."""
+"""Most tokens of the text's end that are compared, and how many must match at a distant place."""
 _NEAR = 8
-"""Tokens behind a lost place within which one match, or none, is enough: a word may have been replaced, or left out."""
+"""Tokens after a lost place within which one matching token, or none, is enough: a word was replaced or left out."""
 _MOST_VISITS = 32
-"""Places before the one that was lost, and behind it, that are compared: many of them are alike."""
+"""Most places before the lost one, and after it, that are compared: repetitive text has many."""
 _FIRM = 4
-"""Matching tokens that make a place the anchor from which the next one is searched; the beginning counts as one."""
+"""Matching tokens that make a place an anchor, where searches start; the beginning is the first anchor."""
 _CHANCES = (0.2, 0.4, 0.6, 0.8, 0.9, 0.95, 0.97)
-"""Of the next token, before anything is known: where 0, 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31 and more tokens match."""
+"""Initial probabilities of the next token, if 0, 1, 2 to 3, 4 to 7, 8 to 15, 16 to 31 and more tokens match."""
 _WEIGHT, _MEMORY = 4.0, 0.99
-"""Tokens that these weigh, and how much of what a token taught is left after the next one of its kind."""
+"""Observations that the initial probabilities count for, and by how much earlier observations decay with each new one."""
 _Place = tuple[int, int]
-"""The predicted token that comes next, and how many before it match."""
+"""Index of the next predicted token, and how many tokens before it match."""
 
 
 class _PredictionMemory(GramMemory):
-    """A text's end, and where it stands in what was expected."""
+    """Keeps the end of a text, and its place in the prediction."""
 
     def __init__(self) -> None:
         self.reset()
@@ -40,7 +40,7 @@ class _PredictionMemory(GramMemory):
         self._follow_from_here(())
 
     def expect(self, params: SamplingParams) -> None:
-        """Expect the text to go on with the prediction, from where it is now."""
+        """Expect the prediction to follow from here on."""
         self._follow_from_here(params.predicted)
 
     def _follow_from_here(self, tokens: tuple[int, ...]) -> None:
@@ -73,7 +73,7 @@ class _PredictionMemory(GramMemory):
         self._place = self._found(at) or self._guessed(at, token)
 
     def _found(self, lost: int) -> _Place | None:
-        """Find the text's end in the prediction, but not where it was just lost: repetitive text would stay there."""
+        """Find the text's end in the prediction, but not at the place just lost, where repetitive text would stay for ever."""
         places, anchor = self._after.get(self._tail[-_LEAST:], []), self._anchor
         next_one = bisect_left(places, anchor)
         near = places[max(next_one - _MOST_VISITS, 0) : next_one + _MOST_VISITS]
@@ -84,14 +84,14 @@ class _PredictionMemory(GramMemory):
         return place, size
 
     def _matching(self, place: int) -> int:
-        """Return how many tokens before a place are the text's last ones."""
+        """Return how many tokens before a place equal the text's last ones."""
         size = _LEAST
         while size < min(place, len(self._tail)) and self._predicted[place - size - 1] == self._tail[-size - 1]:
             size += 1
         return size
 
     def _guessed(self, at: int, token: int) -> _Place:
-        """Take the token for a replacement, or for the next one like it nearby; give up beyond that."""
+        """Guess that the token skipped a few predicted ones, or replaced one; give up too far from the anchor."""
         end = self._anchor + _NEAR
         near = self._predicted[self._anchor : end]
         if token in near:
@@ -99,17 +99,17 @@ class _PredictionMemory(GramMemory):
         return (at + 1 if at < end else len(self._predicted)), 0
 
     def end(self) -> _Place:
-        """Return where the text stands in the prediction."""
+        """Return the text's place in the prediction."""
         return self._place
 
     def step(self, place: _Place, token: int) -> _Place:
-        """Move on, if this is what was predicted; else there is nothing to say."""
+        """Move on, if the token is the predicted one; else, to the end, where nothing is proposed."""
         at, size = place
         right = at < len(self._predicted) and self._predicted[at] == token
         return (at + 1, size + 1) if right else (len(self._predicted), 0)
 
     def ways(self, place: _Place, width: int) -> Sequence[Way]:
-        """Return the predicted token."""
+        """Return the predicted token and its probability."""
         at, size = place
         if at >= len(self._predicted):
             return ()
@@ -122,7 +122,7 @@ def _kind(size: int) -> int:
 
 
 class PredictionCache(GramCache):
-    """What the request that a text belongs to expects of it, see `SamplingParams.prediction`."""
+    """Proposes the request's prediction, see `SamplingParams.prediction`."""
 
     name = PREDICTION
 

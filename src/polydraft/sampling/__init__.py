@@ -1,4 +1,4 @@
-"""From logits to probabilities to tokens: the only place that knows temperature, top-k, penalties and random numbers."""
+"""From logits to probabilities to tokens: the only place for temperature, top-k, penalties and random numbers."""
 
 from polydraft.sampling.categorical import NO_TOKEN, Noise, draw_distinct, draw_independent, draw_one
 from polydraft.sampling.grammar import Grammar

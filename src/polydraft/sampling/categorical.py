@@ -1,7 +1,7 @@
-"""Exact draws from unnormalised weights, one uniform number per token, and where those numbers come from.
+"""Exact draws from unnormalised weights, one uniform number per token, and the generators of those numbers.
 
-Inverse-CDF sampling keeps the random stream small (one number per draw), so that it can come from a generator of each
-row's own: a row's text then depends neither on its neighbours in the batch nor on the device.
+Inverse-CDF sampling takes one random number per draw, few enough for each row to have a generator of its own on the host. So a
+row's text depends neither on its neighbours in the batch nor on the device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,17 +15,17 @@ from polydraft.operations import operation
 from polydraft.rows import ByRow
 
 NO_TOKEN = -1
-"""Marks a child that does not exist, because the tree has none there or the draft distribution's support is exhausted."""
+"""Marks a missing child: the tree has none there, or the draft distribution's support is exhausted."""
 
 _BLOCK = 256
 _BELOW_ONE = 1 - 2**-53
-"""The largest number below 1; times any sum of weights it is below that sum."""
+"""The largest number below 1. Its product with any sum of weights is below that sum."""
 
 
 class _BlockedWeights:
-    """Weights cut into blocks: a look-up scans the block sums, then one block, instead of all of a long vocabulary.
+    """Weights in blocks: a look-up scans the sums of the blocks, then one block, instead of a whole vocabulary.
 
-    The short sums also keep rounding small: a float32 running sum over 50k+ tokens would not be a faithful distribution.
+    Short sums also keep rounding errors small; a float32 running sum over 50k tokens would distort the distribution.
     """
 
     def __init__(self, weights_RV: Tensor) -> None:
@@ -48,8 +48,8 @@ class _BlockedWeights:
         # Strictly below the total, so that a block with positive weight is always found.
         mark_RK = uniforms_RK * total_R1
         block_RK = torch.searchsorted(cumulative_RM, mark_RK, right=True).clamp_(max=self.blocks - 1)
-        # Not cumulative minus own sum, which may round to above the block's start: a mark in between would then fall on
-        # the block's first token, whatever its weight.
+        # Not the cumulative sum minus the block's own, which may be rounded up to above the block's start: a mark in between
+        # would then fall on the block's first token, whatever its weight.
         before_RK = torch.nn.functional.pad(cumulative_RM[:, :-1], (1, 0)).gather(1, block_RK)
         inside_RKC = self.weights_RMC.gather(1, block_RK[:, :, None].expand(-1, -1, _BLOCK))
         running_RKC = inside_RKC.cumsum(-1, dtype=torch.float64)
@@ -62,7 +62,7 @@ class _BlockedWeights:
         """Set the weight of one token per row to zero."""
         token_R1 = tokens_R.clamp(min=0)[:, None]
         block_R1 = token_R1 // _BLOCK
-        # Scatters, because assigning a number by index would copy it from the host and wait.
+        # Scattered, because assigning a number by index would copy it from the host and wait.
         self.weights_RMC.view(len(tokens_R), -1).scatter_(1, token_R1, 0.0)
         left_R1C = self.weights_RMC.gather(1, block_R1[:, :, None].expand(-1, -1, self.weights_RMC.shape[-1]))
         self.sums_RM.scatter_(1, block_R1, left_R1C.sum(-1).double())
@@ -80,7 +80,7 @@ def draw_one(weights_RV: Tensor, uniforms_R: Tensor) -> Tensor:
 
 
 def draw_distinct(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-    """Draw K tokens per row one after the other without replacement, in draw order; `NO_TOKEN` once support is exhausted."""
+    """Draw K tokens per row without replacement, in draw order; `NO_TOKEN` once the support is exhausted."""
     weights = _BlockedWeights(weights_RV.clone())
     drawn = []
     for rank in range(uniforms_RK.shape[1]):
@@ -92,12 +92,12 @@ def draw_distinct(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
 
 
 _SEEDS = 2**32
-"""Torch's CPU generator takes no more of a seed than this."""
-_STREAM_STEP = 0x9E3779B1  # odd, so the seeds of rows that share one never meet modulo 2**32
+"""Torch's CPU generator uses seeds modulo this."""
+_STREAM_STEP = 0x9E3779B1  # odd, so that no two rows of a batch get the same seed modulo 2**32
 
 
 def row_seed(seed: int, row: int) -> int:
-    """Return the seed of one row of a batch that was given a single seed; row 0 uses that itself."""
+    """Return the seed of one row, given a seed for the whole batch; row 0 gets that seed itself."""
     return (seed + row * _STREAM_STEP) % _SEEDS
 
 
@@ -107,14 +107,14 @@ def row_generator(seed: int) -> torch.Generator:
 
 
 class _Uniforms:
-    """The numbers of one generator, drawn some rounds ahead: to ask it takes as long as to draw hundreds."""
+    """The numbers of one generator, drawn ahead, because a call takes as long for one number as for hundreds."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
         self._drawn, self._used = np.empty(0), 0
 
     def take(self, count: int) -> np.ndarray:
-        """Return the next numbers, the same ones whatever the counts are."""
+        """Return the next numbers. The stream is the same, however it is divided among calls."""
         if self._used + count > len(self._drawn):
             more = torch.rand(max(8 * count, 256), generator=self.generator, dtype=torch.float64).numpy()
             self._drawn, self._used = np.concatenate([self._drawn[self._used :], more]), 0
@@ -123,12 +123,12 @@ class _Uniforms:
 
 
 class Noise(ByRow):
-    """Draw uniforms on the host from one generator per row and hand them over in one copy.
+    """Draw uniform numbers on the host, from one generator per row, and copy them to the device at once.
 
-    Host generators make the stream the same on every device, and rows independent of who shares their batch; the copy
-    to a GPU is asynchronous, so a round needs no host synchronisation for it.
+    With generators on the host, the stream is the same on every device, and rows are independent of each other. The copy to a
+    GPU is asynchronous, so a round does not sync for it.
 
-    Do not use the generators elsewhere: numbers are drawn for several rounds at a time, and some are never used.
+    Do not use the generators elsewhere: numbers are drawn several rounds ahead, and some are never used.
     """
 
     ROW_STATE = ("_rows",)
@@ -139,18 +139,18 @@ class Noise(ByRow):
         self.device = device
 
     def seat(self, row: int, generator: torch.Generator) -> None:
-        """Let a row's numbers come from a generator; where they do already, they go on."""
+        """Give a row a generator; if the row has it already, its stream goes on."""
         if self._rows[row].generator is not generator:
             self._rows[row] = _Uniforms(generator)
 
     def new_row(self, name: str) -> _Uniforms:
-        """Draw from some generator until one is seated."""
+        """Return a placeholder, until the row gets its own generator."""
         return _Uniforms(torch.Generator())
 
     def uniforms(self, count: int, only: Mapping[int, Sequence[int]] | None = None) -> Tensor:
-        """Return fresh numbers in [0, 1) as float64, `count` a row; of some rows `only` those in these places."""
+        """Return `count` fresh numbers in [0, 1) per row, as float64; rows in `only` draw just the numbers at these places."""
         pinned = captures(self.device)
-        # Torch lends page-locked memory anew only when the copies out of it are over, so any number may be under way.
+        # Torch reuses page-locked memory only after the copies from it have ended, so several may be under way.
         uniforms_BU = torch.empty(len(self._rows), count, dtype=torch.float64, pin_memory=pinned)
         array_BU = uniforms_BU.numpy()
         for row, own in enumerate(self._rows):

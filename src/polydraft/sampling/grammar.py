@@ -1,7 +1,7 @@
-"""Texts that follow a grammar: which tokens may come next, node by node, as a logits processor.
+"""Texts that follow a grammar: a logits processor that masks, node by node, which tokens may come next.
 
-Because it masks the draft's distributions as well as the target's, and before children are drawn, what is drafted follows the
-grammar too, and verification is as exact as without one.
+It masks the draft's distributions as well as the target's, and before children are drawn. So drafted tokens follow the grammar,
+too, and verification is as exact as without one.
 """
 
 import copy
@@ -21,14 +21,14 @@ JSON_SCHEMA, JSON_OBJECT, REGEX, LARK = "json_schema", "json_object", "regex", "
 KINDS = (JSON_SCHEMA, JSON_OBJECT, REGEX, LARK)
 _MOST_STATES = 512
 _MOST_TRIED = 64
-"""Steps along what all texts of a grammar begin with that are tried before any text is written."""
+"""Most steps along the common beginning of all texts that are tried when a grammar is compiled."""
 STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-"""How JSON is spelled: as most of it is, and so that no text can go on with blanks for ever."""
+"""How JSON is written: the usual way, and without white space that could go on for ever."""
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What texts are to follow, for `SamplingParams(grammar=...)`; needs ``pip install 'polydraft[serve]'``.
+    """A grammar for texts, as `SamplingParams(grammar=...)` takes it; needs ``pip install 'polydraft[serve]'``.
 
     Examples
     --------
@@ -49,27 +49,27 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | bool) -> "Grammar":
-        """Texts are JSON of a schema."""
+        """Return the grammar of JSON texts that fit a schema."""
         return cls(JSON_SCHEMA, schema)
 
     @classmethod
     def json_object(cls) -> "Grammar":
-        """Texts are JSON objects."""
+        """Return the grammar of all JSON objects."""
         return cls(JSON_OBJECT)
 
     @classmethod
     def regex(cls, expression: str) -> "Grammar":
-        """Whole texts match a regular expression."""
+        """Return the grammar of texts that match a regular expression as a whole."""
         return cls(REGEX, expression)
 
     @classmethod
     def lark(cls, rules: str) -> "Grammar":
-        """Texts follow a grammar in Lark's notation."""
+        """Return a grammar given in Lark's notation."""
         return cls(LARK, rules)
 
 
 class GrammarError(UsageError):
-    """A grammar that a text cannot follow: it is too large for llguidance, or leads nowhere."""
+    """A grammar that no text can follow to its end, or that is too large for llguidance."""
 
 
 class Grammars:
@@ -79,9 +79,9 @@ class Grammars:
     ----------
     tokenizer : Hugging Face tokenizer
     vocab_size : int
-        The target's.
+        Size of the target's vocabulary.
     eos_token_ids : sequence of int
-        What ends a text; allowed where the grammar is complete.
+        Tokens that end a text; allowed where the text is complete.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
@@ -100,8 +100,8 @@ class Grammars:
     def compiled(self, wanted: Grammar) -> str:
         """Check a grammar and return it in the form that `processor` takes.
 
-        What all its texts begin with is followed to where they part: most grammars that are too large for llguidance, or that
-        no text follows, are refused here, before any text is written.
+        The check follows the common beginning of all its texts. That finds most grammars that are too large for llguidance, or
+        that no text can follow, before any text is written.
         """
         from llguidance import LLMatcher
 
@@ -126,55 +126,55 @@ class Grammars:
         return LLMatcher(self._tokenizer, grammar, log_level=0)
 
     def _try(self, matcher: Any) -> None:
-        """Follow what is certain about a text."""
+        """Follow the tokens that are certain from the start; raise `GrammarError` if that fails."""
         for _ in range(_MOST_TRIED):
             _followers(matcher, self._vocab_size)
             certain = bytes(matcher.compute_ff_bytes())
             if not certain:
                 return
-            # Bytes do not spell special tokens, which are certain by themselves.
+            # Special tokens have no bytes; if one is certain, compute_ff_tokens returns it.
             tokens = matcher.compute_ff_tokens() or self._tokenizer.tokenize_bytes(certain)
             if not matcher.consume_tokens(tokens):
                 raise GrammarError(_reason(matcher))
 
     def processors(self, wanted: Sequence[Grammar | None], prompt_lengths: Sequence[int]) -> list["GrammarProcessor | None"]:
-        """Return what keeps each text of a batch to its grammar; all texts must have one."""
+        """Return a processor for each text of a batch; all texts must have a grammar."""
         grammars = [grammar for grammar in wanted if grammar is not None]
         if len(grammars) < len(wanted):
-            raise UsageError("some texts of this batch have a grammar and others have none; generate them apart")
+            raise UsageError("some texts of this batch have a grammar, and others do not; generate them separately")
         compiled = {id(grammar): self.compiled(grammar) for grammar in grammars}
         return [self.processor(compiled[id(grammar)], length) for grammar, length in zip(grammars, prompt_lengths, strict=True)]
 
     def processor(self, grammar: str, prompt_length: int) -> "GrammarProcessor":
-        """Return what keeps one text to a grammar, from the end of its prompt on."""
+        """Return the processor of one text, which follows the grammar from the end of its prompt on."""
         return GrammarProcessor(self._matcher(grammar), prompt_length, self._vocab_size)
 
 
 def _followers(matcher: Any, vocab_size: int) -> Tensor:
-    """Return which tokens may come next."""
+    """Return a mask of the tokens that may come next."""
     bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
     allowed_V = torch.from_numpy(np.unpackbits(bits, bitorder="little")[:vocab_size].astype(bool))
-    # Where it cannot tell, it allows ends of text.
+    # On an error, llguidance allows the end of the text.
     if matcher.is_error() or not bool(allowed_V.any()):
         raise GrammarError(_reason(matcher))
     return allowed_V
 
 
 def _reason(matcher: Any) -> str:
-    """Say in one line what keeps a text from going on."""
+    """Return in one line why a text cannot go on."""
     told = " ".join(matcher.get_error().split("<state>")[0].split())
     return "no text follows it" if not told or told.startswith("NoExtension") else told
 
 
 class GrammarProcessor:
-    """Rule out tokens that no text of the grammar goes on with; a logits processor of one text.
+    """Logits processor of one text that rules out tokens with which the text would leave the grammar.
 
-    States of the grammar are kept by the tokens that led there: nodes of a tree share those of their ancestors.
+    States of the grammar are cached by the tokens that led there, so the nodes of a tree share those of their ancestors.
 
     Raises
     ------
     GrammarError
-        If it is unknown what may come next, or nothing may: scores never pass unmasked.
+        If no token may come next, or llguidance cannot tell which: scores never pass unmasked.
     """
 
     def __init__(self, matcher: Any, prompt_length: int, vocab_size: int) -> None:
@@ -182,23 +182,23 @@ class GrammarProcessor:
         self._states: OrderedDict[tuple[int, ...], tuple[Any, Tensor] | GrammarError] = OrderedDict()
 
     def __call__(self, input_ids: Tensor, scores_1V: Tensor) -> Tensor:
-        """Mask the scores after a text."""
+        """Return the scores, with minus infinity for tokens that the grammar rules out."""
         state = self._state(tuple(input_ids[0, self._prompt_length :].tolist()))
         if isinstance(state, GrammarError):
             raise state
         return scores_1V.masked_fill(~state[1].to(scores_1V.device), -torch.inf)
 
     def forced(self, text: Sequence[int], most: int) -> list[int]:
-        """Return the tokens that a text goes on with as far as its grammar leaves it no choice, `most` of them at most."""
+        """Return the next tokens as far as the grammar leaves no choice, at most `most` of them."""
         state = self._state(tuple(text[self._prompt_length :]))
         return [] if isinstance(state, GrammarError) else list(state[0].deep_copy().compute_ff_tokens())[:most]
 
     def foresee(self, text: Sequence[int]) -> None:
-        """Find out beforehand what may follow a text."""
+        """Compute in advance which tokens may follow a text."""
         self._state(tuple(text[self._prompt_length :]))
 
     def _state(self, tokens: tuple[int, ...]) -> tuple[Any, Tensor] | GrammarError:
-        """Return the grammar's state after some tokens with what may follow, or why there is none."""
+        """Return the grammar's state after some tokens and the mask of what may follow, or the error if there is none."""
         if tokens in self._states:
             self._states.move_to_end(tokens)
             return self._states[tokens]

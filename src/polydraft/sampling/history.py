@@ -1,4 +1,4 @@
-"""What depends on a text so far: penalties, the first end of text, and logits processors."""
+"""Sampling that depends on the text so far: penalties, `min_tokens`, and logits processors."""
 
 from collections.abc import Sequence
 
@@ -14,18 +14,18 @@ from polydraft.sampling.vocabulary import PartialVocabulary
 
 
 class History(ByRow):
-    """The certain text of each row, prompt and emitted tokens, as far as penalties and processors need it.
+    """The text of each row, prompt and emitted tokens, as far as penalties and processors need it.
 
     Parameters
     ----------
     numbers : RowNumbers
-        Penalties of the rows among them.
+        The rows' parameters, penalties included.
     vocab_size : int
     device : torch.device
     processing : Processing
         Calls logits processors.
     vocabulary : PartialVocabulary, optional
-        What the columns of the logits mean, where they are not all tokens.
+        Tokens of the logits' columns, if these are not the whole vocabulary.
     """
 
     ROW_STATE = ("_texts", "_seen_BV", "_counts_BV", "_ends_BV", "_new_B11")
@@ -43,16 +43,16 @@ class History(ByRow):
         self._params = RowParams(())
         self._texts: list[list[int]] = [[] for _ in range(numbers.all_rows)]
         self._seen_BV: Tensor | None = None
-        """Which tokens a text has, where some row has a repetition penalty."""
+        """Which tokens occur in each text; None unless a row has a repetition penalty."""
         self._counts_BV: Tensor | None = None
-        """How often a text's new tokens have come, where some row has another penalty."""
+        """How often each token occurs among the new tokens; None unless a row has a presence or frequency penalty."""
         self._ends_BV: Tensor | None = None
-        """Which tokens end a text, where some row must not end at once."""
+        """Which tokens end each text; None unless a row has `min_tokens`."""
         self._new_B11: Tensor | None = None
-        """How many new tokens a text has, likewise."""
+        """How many new tokens each text has; None unless a row has `min_tokens`."""
 
     def use(self, params: RowParams) -> None:
-        """Take the parameters that the rows have from now on."""
+        """Take the rows' parameters from now on, and allocate the tables that they need."""
         self._params = params
         if self._seen_BV is None and "repetition_penalty" in self._numbers.used:
             self._seen_BV = self._new_table("_seen_BV", torch.bool)
@@ -68,11 +68,11 @@ class History(ByRow):
         return table_BX
 
     def new_row(self, name: str) -> list[int] | bool:
-        """Begin with no text, and no token in the tables."""
+        """Return an empty text, or an empty row of a table."""
         return [] if name == "_texts" else False
 
     def begin(self, prompts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Begin other texts in some rows."""
+        """Begin new texts in some rows."""
         self._processing.emptied_by = None
         for row, prompt in zip(rows, prompts, strict=True):
             self._texts[row] = list(prompt) if self._params.has_processors else []
@@ -123,7 +123,7 @@ class History(ByRow):
             scores_BGV = scores_BGV - numbers["presence_penalty"] * (counts_BGV > 0)
             scores_BGV = scores_BGV - numbers["frequency_penalty"] * counts_BGV
         if self._ends_BV is not None and self._new_B11 is not None and "min_tokens" in numbers.used:
-            # A node's path says how many tokens would come before the next one; a draft need not know them.
+            # Count all tokens of a node's path, even those that a draft with a partial vocabulary does not know.
             length_BG1 = self._new_B11 + (paths_BGP != NO_TOKEN).sum(-1, keepdim=True)
             early_BG1 = length_BG1 < numbers["min_tokens"]
             scores_BGV = scores_BGV.masked_fill(early_BG1 & self._known(self._ends_BV)[:, None], -torch.inf)
@@ -132,9 +132,9 @@ class History(ByRow):
         return self._processing(scores_BGV, paths_BGP, self._params, self._texts)
 
     def _known(self, table_BV: Tensor) -> Tensor:
-        """Return the columns that the logits have."""
+        """Return the columns of a table that the logits have, too."""
         return table_BV if self._vocabulary is None else table_BV.index_select(-1, self._vocabulary.tokens_D)
 
     def foresee(self, paths: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Let grammars find out what may follow some nodes."""
+        """Let grammars compute in advance what may follow some nodes."""
         self._processing.foresee(paths, self._params, self._texts)

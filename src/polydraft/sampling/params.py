@@ -1,4 +1,4 @@
-"""What the user asks of sampling, for one text and for each row of a batch."""
+"""Sampling parameters of one text, and of the rows of a batch."""
 
 import dataclasses
 import math
@@ -15,24 +15,24 @@ from polydraft.errors import UsageError, shown
 from polydraft.sampling.grammar import Grammar
 
 LARGEST = 3.4028234663852886e38
-"""Largest number of float32, in which penalties are computed."""
+"""Largest float32; penalties are computed in this format."""
 _USUAL_LOGIT = 1e6
-"""Far above what models return, and longer than texts are."""
+"""Far above any model's logits, and above the length of any text."""
 _MOST_TOKENS = 10**9
 _COLDEST = _USUAL_LOGIT / LARGEST
 _WARM = f"0 (greedy), or at least {_COLDEST:.0e}"
 
 
 class Usual(float):
-    """A number that the caller did not set: the model's own settings replace it."""
+    """A default number, which the model's own settings may replace."""
 
 
 class UsualCount(int):
-    """The same, whole."""
+    """A default whole number, which the model's own settings may replace."""
 
 
 def was_asked(value: float) -> bool:
-    """Whether a parameter was asked for; if not, a model's own settings may say what it is."""
+    """Whether the caller set a parameter; if not, the model's own settings may replace it."""
     return not isinstance(value, Usual | UsualCount)
 
 
@@ -43,7 +43,7 @@ class SamplingParams:
     The order of operations is that of Hugging Face `generate`: logit bias, repetition penalty, presence and
     frequency penalty, `processors`, temperature, top-k, top-p, min-p. It is the same with and without speculation.
 
-    What you leave out may come from the model's generation_config.json, see `polydraft.load`; what you set takes precedence.
+    Parameters that you do not set may come from the model's generation_config.json, see `polydraft.load`.
 
     Equal parameters have equal hashes. Hashes leave out `logit_bias` and `processors`, which may not be hashable.
     """
@@ -63,24 +63,24 @@ class SamplingParams:
     presence_penalty: float = 0.0
     """Subtract from logits of tokens that occur in the output."""
     frequency_penalty: float = 0.0
-    """Subtract, times its count, from logits of tokens that occur in the output."""
+    """Subtract from logits of tokens that occur in the output, once per occurrence."""
     logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
-    """Token id to a number added to its logit."""
+    """Numbers to add to logits, by token id."""
     min_tokens: int = 0
-    """Fewest new tokens: until then no end-of-text token is drawn. A stop string still ends the text."""
+    """Fewest new tokens: no end-of-text token is drawn before. A stop string still ends the text."""
     ignore_eos: bool = False
-    """Go on after the model's own end-of-text tokens."""
+    """Do not stop at the model's own end-of-text tokens."""
     stop_token_ids: tuple[int, ...] = ()
-    """Further tokens that end the text."""
+    """More tokens that end the text."""
     processors: tuple[Any, ...] = field(default=(), hash=False)
-    """Hugging Face `LogitsProcessor` objects, called as `processor(input_ids, scores)` with each node's own ancestors, and not
-    about what follows an end."""
+    """Hugging Face `LogitsProcessor` objects, called as `processor(input_ids, scores)` with the text and each node's ancestors,
+    but not beyond the end of a text."""
     grammar: Grammar | None = field(default=None, hash=False)
-    """What the text is to follow: a JSON schema, a regular expression, or rules in Lark's notation. It is the last of the
-    `processors`."""
+    """Grammar that the text must follow: a JSON schema, a regular expression, or rules in Lark's notation. It is applied after
+    the `processors`."""
     prediction: str | Sequence[int] | None = field(default=None, compare=False)
-    """What the text is expected to be: text, or token ids. It changes speed and nothing else, so parameters that differ in it
-    alone are equal."""
+    """The text that you expect, as text or token ids. It affects only speed, so parameters that differ in nothing else are
+    equal."""
 
     def __post_init__(self) -> None:
         for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
@@ -92,7 +92,7 @@ class SamplingParams:
         top_k: Any = self.top_k
         if isinstance(top_k, bool) or not isinstance(top_k, Integral):
             raise UsageError(f"top_k={shown(top_k)} is not a whole number; use 0 to keep all tokens")
-        if was_asked(self.top_k):  # numpy's numbers become ours
+        if was_asked(self.top_k):  # turn numpy's numbers into Python's
             object.__setattr__(self, "top_k", int(top_k))
         _check("top_k", self.top_k, self.top_k >= 0, "0 (keep all) or more")
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0 and at most 1")
@@ -153,13 +153,13 @@ class SamplingParams:
         object.__setattr__(self, "stop_token_ids", tuple(map(int, tokens)))
 
     def _check_follows(self) -> None:
-        """Refuse what no grammar allows: a complete text goes on with nothing but an end."""
+        """Refuse parameters that contradict a grammar, by which a complete text must end."""
         if self.min_tokens or self.ignore_eos:
             name = "min_tokens" if self.min_tokens else "ignore_eos"
             raise UsageError(f"{name}={getattr(self, name)} cannot be combined with a grammar, which says where texts end")
 
     def _check_reach(self) -> None:
-        """Refuse numbers that can drive any model's logits beyond what float32 holds: no distribution would be left."""
+        """Refuse numbers that may take logits beyond float32, which would leave no distribution."""
         biased = max((float(value) for value in self.logit_bias.values()), default=0.0)
         reach = {
             "logit_bias": max(biased, 0.0),
@@ -180,7 +180,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether a distribution depends on which tokens came before, beyond what the model itself sees."""
+        """Whether sampling depends on the earlier tokens, in addition to the model's own logits."""
         return (
             self.repetition_penalty != 1
             or self.presence_penalty != 0
@@ -191,32 +191,32 @@ class SamplingParams:
         )
 
     def ends(self, eos_token_ids: Iterable[int]) -> frozenset[int]:
-        """Return the tokens that end a text of a model whose own end-of-text tokens are these."""
+        """Return the tokens that end a text, given the model's own end-of-text tokens."""
         return frozenset(self.stop_token_ids).union(() if self.ignore_eos else eos_token_ids)
 
     def ending(self, ends: Iterable[int]) -> "SamplingParams":
-        """Return them with all tokens that end a text as `stop_token_ids`, if these must not come at once."""
+        """Return the parameters with all ends of text as `stop_token_ids`, if `min_tokens` has to rule them out at first."""
         return dataclasses.replace(self, stop_token_ids=tuple(sorted(ends))) if self.min_tokens else self
 
     @property
     def predicted(self) -> tuple[int, ...]:
-        """The prediction's tokens, once it has been tokenized."""
+        """Tokens of the prediction; empty until it has been tokenized."""
         return self.prediction if isinstance(self.prediction, tuple) else ()
 
     def following(self, grammar: Any) -> "SamplingParams":
-        """Return them with the processor of a grammar in place of it."""
+        """Return the parameters with the grammar replaced by its processor."""
         self._check_follows()
         return dataclasses.replace(self, processors=(*self.processors, grammar), grammar=None)
 
 
 def _check(name: str, value: float, fits: bool, allowed: str) -> None:
-    # Compared, not converted: a whole number may be larger than any float.
+    # Not converted to float before: a whole number may be larger than any float.
     if not (abs(value) <= LARGEST and fits):
         raise UsageError(f"{name}={shown(value)} is out of range; allowed: {allowed}")
 
 
 def check_draft_temperature(value: Any) -> None:
-    """Refuse a temperature that a draft's distribution cannot have; None is the target's."""
+    """Refuse a draft temperature that is out of range; None stands for the target's."""
     if value is None:
         return
     is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -226,17 +226,17 @@ def check_draft_temperature(value: Any) -> None:
 
 @dataclass(frozen=True)
 class RowParams:
-    """One `SamplingParams` per row, and what a round has to compute for any of them.
+    """One `SamplingParams` per row, and what a round has to compute for them.
 
-    What no row asks for is left out of a round altogether. What some rows ask for is neutral for the others, bit for bit, so
-    that a row's distribution does not depend on its company.
+    A round skips what no row asks for. What some rows ask for leaves the others unchanged, bit for bit, so a row's distribution
+    does not depend on its neighbours.
     """
 
     rows: tuple[SamplingParams, ...]
 
     @classmethod
     def of(cls, params: "RowParams | SamplingParams | Sequence[SamplingParams]", rows: int) -> "RowParams":
-        """Give every row the same parameters, or each its own."""
+        """Return parameters for so many rows: the same for all, or one each."""
         if isinstance(params, RowParams):
             return params
         found = (params,) * rows if isinstance(params, SamplingParams) else tuple(params)
@@ -251,7 +251,7 @@ class RowParams:
 
     def map(self, change: Callable[[SamplingParams], SamplingParams]) -> "RowParams":
         """Change the parameters of every row."""
-        changed = {id(row): change(row) for row in {id(row): row for row in self.rows}.values()}  # most rows share one object
+        changed = {id(row): change(row) for row in {id(row): row for row in self.rows}.values()}  # most rows share an object
         return RowParams(tuple(changed[id(row)] for row in self.rows))
 
     @cached_property
@@ -261,7 +261,7 @@ class RowParams:
 
     @property
     def all_greedy(self) -> bool:
-        """Whether every row takes the likeliest token: then no random number matters."""
+        """Whether every row takes the likeliest token, so that random numbers are not used."""
         return all(self.greedy)
 
     @property
@@ -271,26 +271,26 @@ class RowParams:
 
     @cached_property
     def needs_history(self) -> bool:
-        """Whether any row's distribution depends on which tokens came before, beyond what the model itself sees."""
+        """Whether sampling of any row depends on its earlier tokens, in addition to the model's own logits."""
         return any(row.needs_history for row in self.rows)
 
     @cached_property
     def keeps_order(self) -> bool:
-        """Whether the likeliest tokens of every row are those of the largest logits."""
+        """Whether in every row the largest logits belong to the likeliest tokens."""
         return not (self.needs_history or any(row.logit_bias for row in self.rows))
 
     @cached_property
     def has_processors(self) -> bool:
-        """Whether any row has logits processors, which work on the host."""
+        """Whether any row has logits processors, which run on the host."""
         return any(row.processors for row in self.rows)
 
     @cached_property
     def bans(self) -> bool:
-        """Whether any row rules tokens out by `logit_bias`: a draft may then know none that are left."""
+        """Whether any row bans tokens by `logit_bias`: a draft may then know none of the tokens that remain."""
         return any(-math.inf in row.logit_bias.values() for row in self.rows)
 
     def replaced(self, changes: Mapping[int, SamplingParams]) -> "RowParams":
-        """Give some rows other parameters."""
+        """Return the parameters with those of some rows replaced."""
         return RowParams(tuple(changes.get(row, params) for row, params in enumerate(self.rows)))
 
 
@@ -298,7 +298,7 @@ DEFAULTS = {field.name: field.default for field in dataclasses.fields(SamplingPa
 """Neutral values of the parameters."""
 
 IDLE = SamplingParams(temperature=0.0)
-"""Parameters of rows without a text."""
+"""Parameters of rows that have no text."""
 
 
 def check_params(params: SamplingParams, vocab_size: int) -> None:
@@ -317,7 +317,7 @@ def check_params(params: SamplingParams, vocab_size: int) -> None:
 
 
 def bias_table(params: SamplingParams, vocab_size: int) -> Tensor:
-    """Return what is added to the logit of each token."""
+    """Return the logit bias of each token."""
     bias_V = torch.zeros(vocab_size)
     for token, value in params.logit_bias.items():
         if not 0 <= token < vocab_size:

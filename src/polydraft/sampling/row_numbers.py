@@ -11,70 +11,63 @@ from polydraft.transfers import assign
 
 ALL = 2**40
 """More tokens than any vocabulary has."""
-_NUMBERS: dict[str, float | None] = {
-    "temperature": None,
-    "top_k": ALL,
-    "top_p": torch.inf,
-    "min_p": None,
-    "repetition_penalty": None,
-    "presence_penalty": None,
-    "frequency_penalty": None,
-    "min_tokens": None,
-}
-"""Parameters that are one number per row, and what stands for "off" in their tensors where that is not the default itself."""
-
-
-def _dtype(name: str) -> torch.dtype:
-    return torch.float64 if name == "top_p" else torch.long if name in ("top_k", "min_tokens") else torch.float32
+_NAMES = (
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "min_tokens",
+)  # fmt: skip
+"""Parameters that are one number per row."""
+_OFF = {"top_k": ALL, "top_p": torch.inf}
+"""Values that stand for "off" in their tensors, if not the default."""
+_DTYPES = {"top_p": torch.float64, "top_k": torch.long, "min_tokens": torch.long}
+"""Types of their tensors, if not float32."""
 
 
 class _Number(ByRow):
-    """One of these parameters: a number per row, `[B, 1, 1]`."""
+    """One parameter: a number per row, `[B, 1, 1]`."""
 
     ROW_STATE = ("values_B11", "_written")
 
     def __init__(self, rows: int, dtype: torch.dtype, device: torch.device) -> None:
         self.values_B11 = torch.zeros(rows, 1, 1, dtype=dtype, device=device)
         self._written: list[float] = [0] * rows
-        """The same, as the host knows it."""
+        """The host's copy of the values."""
 
     def new_row(self, name: str) -> float:
-        """Begin with zero."""
+        """Return zero."""
         return 0
 
     def write(self, values: list[float]) -> None:
-        """Take the numbers of all rows at work."""
-        if self._written != values:  # most requests ask for the same, and every copy is a launch
+        """Set the numbers of all rows at work."""
+        if self._written != values:  # usually they are the same, and every copy costs a launch
             assign(self.values_B11.view(-1), values)
             self._written = values
 
 
 class RowNumbers(ByRow):
-    """Temperature, top-k and the like of each row, in tensors `[B, 1, 1]`.
+    """Temperature, top-k and so on of each row, in tensors `[B, 1, 1]`.
 
-    They are allocated once and written in place: captured rounds read them where they are.
+    The tensors are allocated once and written in place, because captured rounds read them at their addresses.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self._numbers = {name: _Number(rows, _dtype(name), device) for name in _NUMBERS}
+        self._numbers = {name: _Number(rows, _DTYPES.get(name, torch.float32), device) for name in _NAMES}
         self.used: set[str] = set()
-        """Names of those that some row asks for."""
+        """Names of the parameters that some row uses."""
 
     def __getitem__(self, name: str) -> Tensor:
         return self._numbers[name].values_B11
 
     def row_parts(self) -> Iterable[ByRow]:
-        """Return the numbers."""
+        """Return the parts that hold the numbers."""
         return self._numbers.values()
 
     @property
     def all_rows(self) -> int:
-        """Rows that there are, sleeping ones included."""
+        """Number of rows, sleeping ones included."""
         return len(self._numbers["temperature"].every_row("values_B11"))
 
     def write(self, params: RowParams) -> None:
-        """Take the numbers of all rows at work."""
-        self.used = {name for name in _NUMBERS if any(getattr(row, name) != DEFAULTS[name] for row in params)}
-        for name, off in _NUMBERS.items():
+        """Set the parameters of all rows at work."""
+        self.used = {name for name in _NAMES if any(getattr(row, name) != DEFAULTS[name] for row in params)}
+        for name, number in self._numbers.items():
             values = [getattr(row, name) for row in params]
-            self._numbers[name].write([off if off is not None and value == DEFAULTS[name] else value for value in values])
+            number.write([_OFF.get(name, value) if value == DEFAULTS[name] else value for value in values])

@@ -12,17 +12,17 @@ _TOP_P_CANDIDATES = 2048
 
 
 def truncated(scores_BGV: Tensor, numbers: RowNumbers, most_kept: int, cut_rows: Sequence[int]) -> Tensor:
-    """Return scores with minus infinity where top-k, top-p or min-p of their rows rules tokens out.
+    """Return scores with minus infinity for tokens that top-k, top-p or min-p of their rows rules out.
 
     Parameters
     ----------
     scores_BGV : Tensor
-        Logits over the temperature.
+        Logits divided by the temperature.
     numbers : RowNumbers
     most_kept : int
         The largest top-k of all rows.
     cut_rows : sequence of int
-        Rows that have top-p.
+        Rows with a top-p below 1.
     """
     if "top_k" in numbers.used:
         best_BGK = scores_BGV.topk(min(most_kept, scores_BGV.shape[-1]), dim=-1).values
@@ -39,7 +39,7 @@ def truncated(scores_BGV: Tensor, numbers: RowNumbers, most_kept: int, cut_rows:
 
 
 def _cut(scores_BGV: Tensor, top_p_B11: Tensor, rows: Sequence[int]) -> Tensor:
-    """Apply top-p; on a CPU only to the rows that have it, as it sorts."""
+    """Apply top-p. It sorts, so on a CPU only the rows that have it are computed."""
     if not is_host(scores_BGV.device) or len(rows) == len(scores_BGV):
         return scores_BGV.masked_fill(~_nucleus(torch.softmax(scores_BGV, -1), top_p_B11), -torch.inf)
     cut_BGV = scores_BGV.clone()
@@ -51,32 +51,32 @@ def _cut(scores_BGV: Tensor, top_p_B11: Tensor, rows: Sequence[int]) -> Tensor:
 def _nucleus(probs_BGV: Tensor, top_p_B11: Tensor) -> Tensor:
     """Mark the smallest set of likeliest tokens whose mass reaches `top_p_B11`.
 
-    Of equals at its edge the last ones stay, as Hugging Face's do where its sort is stable: a distribution must not depend on
-    what else is computed along with it.
+    Among equal probabilities at its edge, the last tokens stay, as in Hugging Face with a stable sort: a distribution must not
+    depend on what else is computed along with it.
     """
     size = probs_BGV.shape[-1]
-    if is_host(probs_BGV.device):  # where looking at the values is free and a full sort is not
+    if is_host(probs_BGV.device):  # here looking at values is free, but a full sort is slow
         sorted_BGC, order_BGC = probs_BGV.topk(min(_TOP_P_CANDIDATES, size), dim=-1)
         keep_BGC = _reaching(sorted_BGC, top_p_B11)
         if sorted_BGC.shape[-1] == size or not keep_BGC[..., -1].any():
             edge_BGC = keep_BGC[..., :-1] & ~keep_BGC[..., 1:]
             if not (edge_BGC & (sorted_BGC[..., :-1] == sorted_BGC[..., 1:])).any():
                 return torch.zeros_like(probs_BGV, dtype=torch.bool).scatter_(-1, order_BGC, keep_BGC)
-            # Many of half precision's logits are equal, too often to sort each time.
+            # Ties are so common in half precision that sorting everything each time would be too slow.
             least_BG1 = sorted_BGC.gather(-1, keep_BGC.sum(-1, keepdim=True) - 1)
             equal_BGV = probs_BGV == least_BG1
             left_out_BG1 = equal_BGV.sum(-1, keepdim=True) - (keep_BGC & (sorted_BGC == least_BG1)).sum(-1, keepdim=True)
             place_BGV = equal_BGV.cumsum(-1, dtype=torch.int32)
             return (probs_BGV > least_BG1) | (equal_BGV & (place_BGV > left_out_BG1))
-    # Turned round, a stable sort puts the last of equals first.
+    # A stable sort of the reversed tokens puts the last of equals first.
     sorted_BGV, order_BGV = probs_BGV.flip(-1).sort(dim=-1, descending=True, stable=True)
     keep_BGV = _reaching(sorted_BGV, top_p_B11)
     return torch.zeros_like(keep_BGV).scatter_(-1, size - 1 - order_BGV, keep_BGV)
 
 
 def _reaching(sorted_BGC: Tensor, top_p_B11: Tensor) -> Tensor:
-    """Mark the first of falling probabilities, until their mass reaches `top_p_B11`."""
+    """Mark the first of descending probabilities, until their sum reaches `top_p_B11`."""
     mass_before_BGC = sorted_BGC.double().cumsum(-1) - sorted_BGC.double()
-    keep_BGC = ~(mass_before_BGC >= top_p_B11)  # put so that a row of NaN keeps all, for the walk to report
+    keep_BGC = ~(mass_before_BGC >= top_p_B11)  # negated so that a row of NaN keeps all tokens, for the walk to report
     keep_BGC[..., 0] = True
     return keep_BGC

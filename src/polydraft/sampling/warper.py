@@ -18,12 +18,12 @@ from polydraft.sampling.truncation import truncated
 from polydraft.sampling.vocabulary import PartialVocabulary
 
 RANKED_NATS = 60.0
-"""How far below the likeliest a token weighs nothing where only the order matters."""
+"""How far below the largest logit a token counts as ruled out, in `Warper.ranking`."""
 
 
 @operation
 def softened(logits_BGV: Tensor, temperature_B: Tensor | None) -> Tensor:
-    """Return the softmax of logits over each row's temperature, in float32; a NaN spreads over its whole node."""
+    """Return the softmax of logits divided by each row's temperature, in float32; a NaN spreads over its whole node."""
     scores_BGV = logits_BGV.float()
     return torch.softmax(scores_BGV if temperature_B is None else scores_BGV / temperature_B.view(-1, 1, 1), dim=-1)
 
@@ -31,8 +31,8 @@ def softened(logits_BGV: Tensor, temperature_B: Tensor | None) -> Tensor:
 class Warper(ByRow):
     """Turn logits into the sampling distribution of each row's parameters, for nodes anywhere in a tree.
 
-    It remembers the certain text of each row (prompt and emitted tokens) as far as the parameters need it. What lies
-    between the certain text and a node, the tokens of the node's own ancestors, comes as `paths_BGP`.
+    It keeps the text of each row (prompt and emitted tokens) as far as the parameters need it. The tokens from there to a node
+    are passed in as `paths_BGP`.
 
     Parameters
     ----------
@@ -41,9 +41,10 @@ class Warper(ByRow):
     prompts : sequence of token-id lists, one per row
     device : torch.device
     of_draft : bool
-        A draft may know none of the tokens that are left, where a target cannot: its distribution is then zero everywhere.
+        Whether the logits are a draft's. A draft, unlike a target, may know none of the tokens that are not ruled out; its
+        distribution is then zero everywhere.
     vocabulary : PartialVocabulary, optional
-        What the columns of the logits mean, where they are not all tokens.
+        Tokens of the logits' columns, if these are not the whole vocabulary.
     """
 
     ROW_STATE = ("_bias_B1V",)
@@ -57,32 +58,32 @@ class Warper(ByRow):
         of_draft: bool = False,
         vocabulary: PartialVocabulary | None = None,
     ) -> None:
-        # Without a prompt the rows share one text that is never used.
+        # Without prompts, there is one row, whose text is never used.
         params = RowParams.of(params, max(len(prompts), 1))
         self._device, self._vocabulary, self._vocab_size = device, vocabulary, vocab_size
         self._of_draft = of_draft
         self._numbers = RowNumbers(len(params), device)
         self._bias_B1V: Tensor | None = None
         self.processing = Processing(of_draft, vocabulary)
-        """Who calls logits processors."""
+        """Calls the logits processors."""
         self._history = History(self._numbers, vocab_size, device, self.processing, vocabulary)
         self.use(params)
         self._history.begin(prompts, range(len(prompts)))
 
     def row_parts(self) -> Iterable[ByRow]:
-        """Return the rows' numbers and texts."""
+        """Return the parts that keep the rows' numbers and texts."""
         return self._numbers, self._history
 
     def admit(self, params: RowParams, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
-        """Take the parameters that the rows have from now on, and begin new texts in some of them."""
+        """Take the rows' parameters from now on, and begin new texts in some rows."""
         self.use(params)
         self._history.begin(prompts, rows)
 
     def use(self, params: RowParams) -> None:
-        """Take the parameters that the rows have from now on: when there are more or fewer rows, or some have been swapped."""
-        assert all(row.grammar is None for row in params), "grammars have become processors"
+        """Take the rows' parameters from now on, also when there are more or fewer rows, or some were swapped."""
+        assert all(row.grammar is None for row in params), "grammars must be processors by now"
         self.params = params
-        # Rows that take the likeliest token have their distribution computed like all others, and not used.
+        # The distribution of a greedy row is computed with the others, but not used.
         drawn = params if params.all_greedy else params.map(_as_if_drawn)
         self._numbers.write(drawn)
         self._most_kept = max(row.top_k for row in drawn)
@@ -104,33 +105,33 @@ class Warper(ByRow):
 
     @property
     def kind(self) -> tuple[Hashable, ...]:
-        """What a captured round depends on, beyond the numbers in tensors."""
+        """What a capture of a round depends on, besides the numbers in tensors."""
         params = self.params
         flags = (params.all_greedy, params.mixed, params.needs_history, params.bans, self._biased)
         return (*flags, self._most_kept, *sorted(self._numbers.used))
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Add newly emitted tokens to the certain text of each row."""
+        """Add newly emitted tokens to the text of each row."""
         self._history.advance(emitted)
 
     def probs(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         """Return the distribution at each node as float32 probabilities.
 
-        In mixed company a row that takes the likeliest token gets the distribution of temperature 1; see `likeliest`.
+        If only some rows are greedy, they get the distribution of temperature 1; see `likeliest`.
 
         Parameters
         ----------
         logits_BGV : Tensor
             Raw logits of G nodes per row; left unchanged.
         paths_BGP : Tensor
-            Tokens between the certain text and each node, the node's own included; `NO_TOKEN` where shorter.
+            Tokens from the text to each node, the node's own included; `NO_TOKEN` where shorter.
         """
         if (own_B := self.temperature_B) is not None and not self._may_be_empty:
             return softened(logits_BGV, own_B if "temperature" in self._numbers.used else None)
         scores_BGV = self._penalised(logits_BGV.float(), paths_BGP)
         if self.params.all_greedy:
             best_BG1 = _argmax(scores_BGV)
-            # NaN counts as the largest: found here, it spreads over the row, as softmax would, for the walk to report.
+            # NaN counts as the largest. It spreads over the node, as softmax would do, for the walk to report.
             peak_BG1 = torch.where(scores_BGV.gather(-1, best_BG1).isfinite(), 0.0, torch.nan)
             return peak_BG1.expand_as(scores_BGV).scatter(-1, best_BG1, peak_BG1 + 1.0)
         probs_BGV = torch.softmax(self._tempered(scores_BGV), dim=-1)
@@ -139,9 +140,10 @@ class Warper(ByRow):
         return probs_BGV
 
     def scores(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
-        """Return what `probs` would be the softmax of, at any temperature above 0; minus infinity where truncated.
+        """Return the logits of `probs` at any temperature above 0: processed, divided by it, minus infinity where truncated.
 
-        Beams add scores of log-probabilities up, as Hugging Face does: without norming them anew. Parameters as for `probs`.
+        Beams add up such scores of log-probabilities without renormalising them, as Hugging Face does. Parameters as for
+        `probs`.
         """
         return self._tempered(self._penalised(logits_BGV.float(), paths_BGP))
 
@@ -152,21 +154,21 @@ class Warper(ByRow):
 
     @property
     def temperature_B(self) -> Tensor | None:
-        """Temperature of each row, where `probs` are the softmax of the logits over it and nothing else."""
+        """Temperature of each row, if `probs` is just the softmax of logits divided by it; else None."""
         plain = self.params.keeps_order and not self.params.all_greedy and not self._numbers.used & {"top_k", "top_p", "min_p"}
         return self._numbers["temperature"].view(-1) if plain else None
 
     def likeliest(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
-        """Return the token of the largest logit at each node; `NO_TOKEN` where that is no number. Parameters as for `probs`."""
-        # Half precision keeps the order of its numbers, but penalties are computed in float32.
+        """Return the token of the largest logit at each node; `NO_TOKEN` if that is not finite. Parameters as for `probs`."""
+        # The order of logits is the same in half precision; only penalties need float32.
         scores_BGV = self._penalised(logits_BGV if self.params.keeps_order else logits_BGV.float(), paths_BGP)
         best_BG1 = _argmax(scores_BGV)
         return best_BG1.where(scores_BGV.gather(-1, best_BG1).abs() < torch.inf, NO_TOKEN)[..., 0]
 
     def ranking(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
-        """Return weights that only order the tokens, likeliest largest: a distribution's order without its exponentials.
+        """Return weights in the order of the probabilities, without computing exponentials.
 
-        Tokens `RANKED_NATS` or more below the likeliest, or ruled out, weigh nothing. Parameters as for `probs`.
+        Tokens that are ruled out, or `RANKED_NATS` or more below the likeliest, have weight 0. Parameters as for `probs`.
         """
         scores_BGV = self._penalised(logits_BGV.float(), paths_BGP)
         return (scores_BGV - (scores_BGV.amax(-1, keepdim=True) - RANKED_NATS)).clamp_(min=0)
@@ -177,7 +179,7 @@ class Warper(ByRow):
         return self._history.penalised(scores_BGV, paths_BGP)
 
     def foresee(self, paths: Sequence[Sequence[Sequence[int]]]) -> None:
-        """Let grammars find out what may follow some nodes, while the device works on these nodes' logits.
+        """Let grammars compute in advance what may follow some nodes, while the device computes their logits.
 
         `paths` are those that `probs` will get, on the host.
         """
@@ -185,14 +187,14 @@ class Warper(ByRow):
 
 
 def _as_if_drawn(params: SamplingParams) -> SamplingParams:
-    """Let a row that takes the likeliest token have a distribution that costs nothing to compute."""
+    """Give a greedy row parameters with which its unused distribution costs nothing extra."""
     if params.temperature > 0:
         return params
     return dataclasses.replace(params, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0)
 
 
 def _argmax(scores_BGV: Tensor) -> Tensor:
-    """Return where the largest score is, `[B, G, 1]`; of equal ones the first, and NaN counts as the largest."""
+    """Return the index of the largest score, `[B, G, 1]`: the first of equal ones, and NaN counts as the largest."""
     if not is_host(scores_BGV.device):
         return scores_BGV.argmax(-1, keepdim=True)
     # Torch takes 15 times as long as numpy here.

@@ -14,22 +14,22 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
-from polydraft.errors import PolydraftError, shown, unknown_name
-from polydraft.serve.errors import RequestError, error_object, reason_of, status_of
+from polydraft.errors import PolydraftError, shown
+from polydraft.serve.errors import RequestError, error_object, reason_of, status_of, unknown_parameter
 from polydraft.serve.middleware import AdmissionMiddleware
 from polydraft.serve.protocol import read_request
 from polydraft.serve.response_api import read_response_request
 from polydraft.serve.service import Service
 from polydraft.serve.streaming import CompletionResponse
 
-_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATHS = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize, /metrics"
 _ELSEWHERE = re.compile(
     "/v1/(embeddings|audio|images|videos|moderations|rerank|score|files|uploads|batches|fine_tuning|assistants|threads|vector_stores"
     "|conversations|realtime|responses)(/|$)"
 )
-"""Paths of the API that other servers have."""
+"""Paths of the OpenAI API that this server does not serve."""
 _EXAMPLE = '{"prompt": "..."} or {"messages": [...]}'
 _TOKENIZE_NAMES = ("prompt", "messages", "tools", "model")
 _PAGE_KINDS = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
@@ -37,7 +37,7 @@ _PAGE_HEADERS = {
     "content-security-policy": "default-src 'none'; style-src 'self'; script-src 'self'; connect-src 'self'; img-src data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
     "x-content-type-options": "nosniff",
-    "cache-control": "no-cache",  # after an upgrade, its files must fit each other
+    "cache-control": "no-cache",  # after an upgrade, all files must be of the same version
 }
 
 
@@ -56,7 +56,7 @@ class Handlers:
         return await self._complete(request, chat=False)
 
     async def responses(self, request: Request) -> Any:
-        """Continue a conversation, in the API's newer form."""
+        """Continue a conversation, in the format of the newer API."""
         return CompletionResponse(self._service, *read_response_request(await self._body(request)))
 
     async def _complete(self, request: Request, *, chat: bool) -> Any:
@@ -71,7 +71,7 @@ class Handlers:
             raise RequestError("request_too_slow") from None
         try:
             content = json.loads(body.decode("utf-8-sig"), parse_constant=_refuse_constant)
-            if _SURROGATE.search(body):  # unpaired ones parse, but can be neither tokenized nor sent back
+            if _SURROGATE.search(body):  # unpaired surrogates parse, but cannot be tokenized or sent back
                 json.dumps(content, ensure_ascii=False).encode()
         except UnicodeError:
             raise RequestError("invalid_utf8") from None
@@ -82,11 +82,11 @@ class Handlers:
         return content
 
     async def models(self, request: Request) -> Response:
-        """List the one model, by each of its names."""
+        """List the model under each of its names."""
         return JSONResponse({"object": "list", "data": list(map(self._model, self._service.names))})
 
     async def model(self, request: Request) -> Response:
-        """Describe the one model."""
+        """Describe the model under one of its names."""
         name = request.path_params["name"]
         self._service.check_model(name)
         return JSONResponse(self._model(name))
@@ -104,30 +104,29 @@ class Handlers:
         }
 
     async def tokenize(self, request: Request) -> Response:
-        """Turn a text or a conversation into tokens."""
+        """Tokenize a text or a conversation."""
         body = await self._body(request)
         for name in body:
             if name not in _TOKENIZE_NAMES:
-                message = unknown_name("parameter", name, _TOKENIZE_NAMES)
-                raise RequestError("unknown_parameter", param=name, message=message)
+                raise unknown_parameter(name, _TOKENIZE_NAMES)
         wanted = read_request(body, chat="messages" in body)
         return Response(await self._service.tokenize(wanted), media_type="application/json")
 
     async def health(self, request: Request) -> Response:
-        """Say that the process is up."""
+        """Report that the process is up."""
         return JSONResponse({"status": "ok"})
 
     async def ready(self, request: Request) -> Response:
-        """Say whether requests are accepted."""
+        """Report whether requests are accepted."""
         ready = self._service.scheduler.ready
         return JSONResponse({"status": "ready" if ready else "not ready"}, status_code=200 if ready else 503)
 
     async def metrics(self, request: Request) -> Response:
-        """Show metrics."""
-        return Response(self._service.metrics.text(), media_type=_METRICS_TYPE)
+        """Return all metrics for Prometheus."""
+        return Response(self._service.metrics.text(), media_type=METRICS_TYPE)
 
     async def page(self, request: Request) -> Response:
-        """Show the chat page, or one of its files."""
+        """Return the chat page, or one of its files."""
         files = {one.name: one for one in resources.files("polydraft.serve").joinpath("page").iterdir()}
         name = request.path_params.get("name", "index.html")
         if name not in files:
@@ -142,8 +141,8 @@ def _refuse_constant(name: str) -> float:
 
 async def _error_response(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException):
-        known = "not_served" if _ELSEWHERE.match(request.url.path) else "not_found"
-        code = "method_not_allowed" if error.status_code == 405 else known
+        missing = "not_served" if _ELSEWHERE.match(request.url.path) else "not_found"
+        code = "method_not_allowed" if error.status_code == 405 else missing
         names = {"path": shown(request.url.path), "method": request.method, "paths": _PATHS}
         error = RequestError(code, reason=error.detail, **names)
     request.scope["state"]["reason"] = reason_of(error)
@@ -151,7 +150,7 @@ async def _error_response(request: Request, error: Exception) -> Response:
 
 
 def make_app(service: Service) -> ASGIApp:
-    """Return the application of a service."""
+    """Return the ASGI application of a service, middleware included."""
     handlers, post, get = Handlers(service), ["POST"], ["GET"]
     app: ASGIApp = Starlette(
         routes=[

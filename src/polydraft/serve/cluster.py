@@ -1,4 +1,4 @@
-"""The Ray cluster of `serve --ray` and `batch --ray`: the present one, or a new one on this machine."""
+"""The Ray cluster of `serve --ray` and `batch --ray`: the one this machine belongs to, or a new one on it."""
 
 import logging
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from polydraft.errors import FailureError
 
 @contextmanager
 def cluster_with_room(kind: str, count: int, *, cpus: float, gpus: float) -> Iterator[None]:
-    """Join or start a cluster that has room for `count` processes, which options call `kind`; leave it at the end."""
+    """Join or start a cluster with room for `count` processes, which options call `kind`; leave it after the block."""
     started = not ray.is_initialized()
     if started:
         ray.init(log_to_driver=True, logging_level=logging.WARNING, include_dashboard=False)

@@ -1,17 +1,17 @@
-"""Every reason for which the server refuses or fails a request, and how clients are told.
+"""Every error that the server returns, with its status and its JSON.
 
-To find out why a request failed, look up the `code` of its error below, then search for the check that raises
-it (of `invalid_value` there are many: search for the words of the message). Sampling parameters,
-prompts, trees and grammars are checked by the library, whose message passes through `from_library`.
+To find out why a request failed, look up the `code` of its error below, then search for the check that raises it
+(`invalid_value` is raised in many places: search for the words of its message). The library itself checks sampling
+parameters, prompts, trees and grammars; `from_library` passes its messages on.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from starlette.types import Send
 
-from polydraft.errors import PolydraftError, UsageError, shown
+from polydraft.errors import PolydraftError, UsageError, shown, unknown_name
 
 _ERRORS = {
     # Before a request reaches its handler: `middleware`, `app`.
@@ -54,23 +54,23 @@ _ERRORS = {
     "round_failed": (500, "the round of this text failed; the server's log says why; try again"),
     "unexpected": (500, "this request failed unexpectedly; the server's log says why"),
 }
-"""By code: status and message."""
+"""Status and message by code."""
 _TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 class RequestError(PolydraftError):
-    """A request that was refused, or that failed.
+    """A request that was refused or that failed.
 
     Parameters
     ----------
     code : str
-        As in the table above.
+        Key of the table above.
     param : str, optional
-        Parameter that is wrong.
+        The wrong parameter.
     reason : str, optional
-        For the log, if the message repeats what the client sent.
+        What the log says instead, if the message repeats what the client sent.
     **values
-        For the message.
+        Fill the placeholders of the message.
     """
 
     def __init__(self, code: str, *, param: str | None = None, reason: str | None = None, **values: object) -> None:
@@ -79,48 +79,55 @@ class RequestError(PolydraftError):
         self.code, self.param, self.reason = code, param, reason or str(self)
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Call parameters what the client called them, if these were other names."""
+        """Replace names of parameters by those that the client used."""
         for name, other in names.items():
             self.args, self.reason = (str(self).replace(name, other),), self.reason.replace(name, other)
         self.param = names.get(self.param or "", self.param)
 
 
 def invalid_value(name: str, value: object, allowed: str) -> RequestError:
-    """Refuse a value of the wrong type, or out of range."""
+    """Return the error for a value of the wrong type, or out of range."""
     rest = f" is invalid; allowed: {allowed}"
     return RequestError("invalid_value", param=name, message=f"{name}={shown(value)}{rest}", reason=name + rest)
 
 
 def missing(name: str, example: str) -> RequestError:
-    """Refuse a request with nothing to continue."""
+    """Return the error for a parameter that is missing or empty."""
     return RequestError("missing_parameter", param=name, name=name, example=example)
 
 
+def unknown_parameter(name: str, allowed: Iterable[str]) -> RequestError:
+    """Return the error for a parameter that no API has."""
+    return RequestError("unknown_parameter", param=name, message=unknown_name("parameter", name, allowed))
+
+
 def unsupported(name: str, where: str = "here", reason: str | None = None) -> RequestError:
-    """Refuse a parameter that the API or another server has, and this one has not."""
+    """Return the error for a parameter that the API or another server has, but this one does not."""
     return RequestError("unsupported_parameter", param=name, reason=reason, name=shown(name), where=where)
 
 
 def from_library(error: UsageError, param: str | None, *, private: bool = False) -> RequestError:
-    """Refuse what the library refuses; `private` if its message repeats what the client sent."""
+    """Pass on an error of the library; with `private`, keep its message, which repeats what the client sent, out of the log."""
     message = str(error) if param is None or param in str(error) else f"{param}: {error}"
     return RequestError("invalid_value", param=param, message=message, reason=f"{param} is invalid" if private else None)
 
 
 def status_of(error: BaseException) -> int:
     """Return the HTTP status of an error."""
-    return error.status if isinstance(error, RequestError) else 400 if isinstance(error, UsageError) else 500
+    if isinstance(error, RequestError):
+        return error.status
+    return 400 if isinstance(error, UsageError) else 500
 
 
 def reason_of(error: BaseException) -> str:
-    """Return why a request failed, for the log; unexpected errors may quote texts, so only their type is named."""
+    """Return why a request failed, for the log. Unexpected errors may quote texts, so only their type is logged."""
     if isinstance(error, RequestError):
         return error.reason
     return str(error) if isinstance(error, PolydraftError) else type(error).__name__
 
 
 def error_object(error: BaseException) -> dict[str, Any]:
-    """Return an error as the API has it; unexpected ones may quote texts, so clients are referred to the log."""
+    """Return an error in the API's format. Unexpected errors may quote texts, so clients are only referred to the log."""
     if not isinstance(error, PolydraftError):
         error = RequestError("unexpected")
     status = status_of(error)
@@ -129,13 +136,8 @@ def error_object(error: BaseException) -> dict[str, Any]:
     return {"error": {"message": str(error), "type": kind, "param": param, "code": code}}
 
 
-def error_event(error: BaseException) -> bytes:
-    """Return an error as an event of a stream that has begun."""
-    return b"data: " + json.dumps(error_object(error)).encode() + b"\n\n"
-
-
 async def send_error(error: BaseException, send: Send, headers: tuple[tuple[bytes, bytes], ...] = ()) -> None:
-    """Send an error as a whole response."""
+    """Send an error as a complete response."""
     body = json.dumps(error_object(error)).encode()
     head = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
     await send({"type": "http.response.start", "status": status_of(error), "headers": head})

@@ -1,4 +1,4 @@
-"""How models write tool calls and reasoning: one table, looked up by what a chat template says."""
+"""How models spell tool calls and reasoning: tables, looked up by the markers in a chat template."""
 
 import json
 import re
@@ -10,40 +10,40 @@ from typing import Any
 import regex
 
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
-"""What is around reasoning."""
+"""Markers around reasoning."""
 _NAME = r"(?P<name>[\w.-]+)(?:\[CALL_ID\]\w*)?"
 _UNIT = re.compile(r'<[|/]?\w+\|?>|\[\w+\]|"\w+"|\S')
-"""What has no white space inside: a marker, a key, one character."""
+"""A piece of text without white space inside: a marker, a key, one character."""
 _ID = r'(?:\s*,\s*"id"\s*:\s*"\w*")?'
-"""Some models repeat ids that they saw in the conversation."""
+"""An id after the arguments: some models copy ids from the conversation."""
 
 
 @dataclass(frozen=True)
 class Form:
-    """How calls are spelled whose arguments are JSON."""
+    """How a model spells tool calls whose arguments are JSON."""
 
     marker: str
-    """Announces a call, anywhere in a text."""
+    """Starts a call, anywhere in a text."""
     call: tuple[str, str, str]
-    """What comes before the function's name, between it and the arguments, and after these."""
+    """Texts before the function's name, between name and arguments, and after the arguments."""
     between: str = ""
-    """What separates calls."""
+    """Separates calls."""
     start: str = ""
     end: str = ""
-    """What is around all calls."""
+    """Texts before the first and after the last call."""
     bare: str = ""
-    """What announces a call at the beginning of an answer, without the marker."""
+    """Starts a call without the marker, at the beginning of an answer only."""
     close: str = ""
-    """Ends a call, if it has a marker of its own."""
+    """Ends a call, if there is a marker for that."""
 
     @property
     def text(self) -> str:
-        """All that it writes."""
+        """All texts of this form, in which special tokens are looked for."""
         return self.marker + self.start + "".join(self.call) + self.end
 
     @cached_property
     def head(self) -> Any:
-        """What comes before arguments, with any white space between its parts."""
+        """Pattern of what comes before the arguments, with any white space between its parts."""
         before = _loose(self.call[0])
         openings = {_loose(self.start), _loose(self.between), _loose(self.marker if self.bare else "")} - {""}
         if openings:
@@ -52,7 +52,7 @@ class Form:
 
     @cached_property
     def tail(self) -> Any:
-        """What comes after arguments."""
+        """Pattern of what comes after the arguments."""
         after = (_ID + r"\s*" + _loose(self.call[2])) if self.call[2] else ""
         more = rf"\s*(?:{_loose(self.end)}|(?={_loose(self.between)}))" if self.end else ""
         return regex.compile(after + more)
@@ -71,11 +71,11 @@ _FORMS: Mapping[tuple[str, ...], Form] = {
     ),
     ("<|start_header_id|>", '"parameters": '): LLAMA,
 }
-"""By what a chat template has; the first that fits counts."""
+"""Forms by the markers in a chat template; the first that fits counts."""
 
 
 def _keyed(anchor: str, opening: str, closing: str, quote: str) -> dict[str, Any]:
-    """Describe calls of the form ``call:NAME{key:value}``, with marks of their own around strings."""
+    """Return the response template for calls such as ``call:NAME{key:value}``, with special quotes around strings."""
     return {
         "start_anchor": anchor,
         "fields": {
@@ -112,20 +112,20 @@ _TEMPLATES: Mapping[tuple[str, ...], dict[str, Any]] = {
         },
     },
 }
-"""Forms whose arguments are no JSON, as response templates: Gemma 4, FunctionGemma, Qwen3-Coder and Qwen 3.5."""
+"""Response templates for arguments that are not JSON: Gemma 4, FunctionGemma, Qwen3-Coder and Qwen 3.5."""
 
 
 @dataclass(frozen=True)
 class ChatForms:
-    """What is known of the answers that a chat template asks for.
+    """How the answers to a chat template spell calls and reasoning.
 
     Parameters
     ----------
     form : Form, optional
     template : mapping, optional
-        A response template of transformers; it counts before the form.
+        A response template of transformers; takes precedence over the form.
     thought : pair of str, optional
-        What is around reasoning.
+        Markers around reasoning.
     """
 
     form: Form | None = None
@@ -134,39 +134,40 @@ class ChatForms:
 
     @classmethod
     def of(cls, tokenizer: Any) -> "ChatForms":
-        """Look at a tokenizer's templates."""
+        """Recognise the forms of a tokenizer's chat template."""
         templates = getattr(tokenizer, "chat_template", None) or ""
-        said = "".join(templates.values()) if isinstance(templates, Mapping) else templates
+        chat = "".join(templates.values()) if isinstance(templates, Mapping) else templates
         own = getattr(tokenizer, "response_template", None)
-        thought = next((pair for pair in THOUGHTS if pair[1] in said), None)
-        return cls(None if own else _first(_FORMS, said), own or _first(_TEMPLATES, said), thought)
+        thought = next((pair for pair in THOUGHTS if pair[1] in chat), None)
+        return cls(None if own else _first(_FORMS, chat), own or _first(_TEMPLATES, chat), thought)
 
     @property
     def has_calls(self) -> bool:
-        """Whether calls are found in texts that need not have any."""
+        """Whether calls are recognised in texts that are free to contain none."""
         return self.form is not None or self.template is not None
 
     @property
     def may_have_parts(self) -> bool:
-        """Whether there is more than content in an answer, even without tools."""
+        """Whether answers may contain more than content, even without tools."""
         return self.template is not None or self.thought is not None
 
     def thinks(self, prompt: str) -> bool:
-        """Whether a prompt has opened the reasoning."""
+        """Whether a prompt ends in the opening marker of reasoning."""
         return self.thought is not None and prompt.rstrip().endswith(self.thought[0])
 
     @property
     def text(self) -> str:
-        """Everything in which a special token could be a marker."""
+        """All markers, in which special tokens are looked for."""
         template = "" if self.template is None else json.dumps(self.template, ensure_ascii=False)
         return "".join(self.thought or ()) + ("" if self.form is None else self.form.text) + re.sub(r"\\+", "", template)
 
 
-def _first(table: Mapping[tuple[str, ...], Any], said: str) -> Any:
-    return next((found for marks, found in table.items() if all(mark in said for mark in marks)), None)
+def _first(table: Mapping[tuple[str, ...], Any], template: str) -> Any:
+    """Return the first entry whose markers are all in a chat template, or None."""
+    return next((entry for marks, entry in table.items() if all(mark in template for mark in marks)), None)
 
 
 def marker_tokens(tokenizer: Any, forms: ChatForms, ends: Sequence[int]) -> frozenset[int]:
-    """Return the special tokens that mark parts of an answer: texts must show them."""
+    """Return the special tokens that are markers of calls or reasoning: decoded texts must include them."""
     added = getattr(tokenizer, "added_tokens_decoder", {}).items()
     return frozenset(number for number, one in added if one.special and str(one.content) in forms.text) - frozenset(ends)

@@ -1,17 +1,13 @@
 """A lane: an engine that drafts in one way, with the requests in its slots and in its queue."""
 
-import logging
-import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
-from polydraft.automatic import free_bytes
-from polydraft.devices import is_host
 from polydraft.draft import TreeDrafter
 from polydraft.draft.forced import with_forced
 from polydraft.draft.predicted import PLACES
@@ -23,23 +19,15 @@ from polydraft.errors import UsageError
 from polydraft.models import Context
 from polydraft.models.blocks import Pool
 from polydraft.models.language_model import PREFILL_CHUNK
-from polydraft.models.placement import agreed
 from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.serve.request import AUTO, OFF, Progress, Request, SlotQueue
 from polydraft.trees import DynamicShape, Topology, parse_dynamic, parse_tree
 
-_LOGGER = logging.getLogger("polydraft.serve")
-LEAST_TOKENS, _MOST_TOKENS, _STEP = 2048, 16384, 256
-"""Of a slot, where nobody says how many."""
-_MOST_ON_HOST, _LEAST_ROOM = 4e9, 1e9
-"""Bytes for all texts, where nobody says: at most on a host, and where it does not say how much is free."""
-_MOST_PREFIXES_ON_HOST, _LEAST_PREFIXES = 1e9, 2**27
-"""Bytes of shared beginnings, where nobody says: at most on a host, and where it does not say how much is free."""
 _SHORT = 4
-"""Tokens of the text that `Lane.reserve` generates."""
+"""Prompt tokens of the text that `Lane.reserve` generates."""
 _MOST_NODES, _MOST_LEVELS = 128, 16
-"""Of a tree that a request asks for: memory for its candidates is reserved beforehand."""
+"""Limits of a request's own tree: memory for its candidates is reserved in advance."""
 _LARGEST_TREES = (
     Topology(Topology.fork(-(-_MOST_NODES // _MOST_LEVELS), _MOST_LEVELS).parents[:_MOST_NODES]),
     DynamicShape(nodes=_MOST_NODES, depth=_MOST_LEVELS, adaptive=False),
@@ -48,32 +36,32 @@ _LARGEST_TREES = (
 
 @dataclass(frozen=True, kw_only=True)
 class LaneOptions:
-    """How large a lane is."""
+    """Size of a lane."""
 
     slots: int
     slot_tokens: int
-    """Most tokens of a sequence, including its prompt."""
+    """Most tokens of a sequence, prompt included."""
     chunk_tokens: int
     """Most prompt tokens to read between two rounds."""
     stall_seconds: float | None = None
-    """How long prompts may hold running sequences up between two rounds."""
+    """Longest time for which reading prompts may hold up running sequences between two rounds."""
     places: tuple[int, ...] = ()
-    """Least room for candidates in each of the lane's contexts; lanes that hand memory on need the same."""
+    """Minimum of places for candidates in each context; lanes that reuse each other's memory need the same."""
 
 
 class Lane:
-    """Run sequences in slots, with one way of drafting; further ones wait for a slot.
+    """Run sequences in slots, with one way of drafting, and queue the others.
 
     Parameters
     ----------
     decoder : Decoder
     options : LaneOptions
     memory : sequence of Context
-        Released by another lane, to be reused as far as it fits.
+        Contexts that another lane released, to be reused where they fit.
     prefixes : Prefixes, optional
-        Beginnings of texts that lanes share.
+        Cache of text beginnings, shared by lanes.
     pool : Pool, optional
-        Where texts take memory as they grow, those of other lanes too; each slot has all of its own if not given.
+        Memory that the texts of all lanes take blocks from as they grow; without it, each slot has memory for the longest text.
     """
 
     def __init__(
@@ -87,7 +75,7 @@ class Lane:
         self.decoder, self._options, self._prefixes, self._pool = decoder, options, prefixes, pool
         self.waiting = SlotQueue()
         self.running: dict[int, tuple[Request, int]] = {}
-        """By row number; numbers are never reused."""
+        """Requests and sequence indices by row number; numbers are never reused."""
         self._engine: Engine | None = None
         self._workspace: Workspace | None = None
         self._rows = 0
@@ -102,7 +90,7 @@ class Lane:
         return bool(self.waiting or self.running)
 
     def step(self, awaited: bool = False) -> list[tuple[Request, Progress]]:
-        """Admit waiting sequences to free slots, and run one round, which may be `awaited` by sequences of another lane."""
+        """Admit waiting sequences to free slots and run one round; `awaited` if another lane waits for it to end."""
         engine = self._opened()
         held = Counter(request for request, _ in self.running.values())
         while self.waiting and engine.free_slots:
@@ -113,7 +101,9 @@ class Lane:
             self.running[sequence.row] = request, index
             request.admitted[index] = time.perf_counter()
             engine.add(sequence)
-        return [self._progress(emitted) for emitted in engine.step(awaited)] if self.running else []
+        if not self.running:
+            return []
+        return [self._progress(emitted) for emitted in engine.step(awaited)]
 
     def _progress(self, emitted: Emitted) -> tuple[Request, Progress]:
         request, index = self.running[emitted.row]
@@ -122,9 +112,9 @@ class Lane:
         return request, Progress(index, emitted, request.sequences[index].failure)
 
     def warm_up(self, samplings: Sequence[SamplingParams], stopped: Callable[[], bool]) -> None:
-        """Rehearse rounds of all kinds, for texts of usual lengths, with all numbers of rows, until told to stop.
+        """Run rounds of every kind, text length and number of rows before the first request, until `stopped` says so.
 
-        Sampling parameters are rehearsed one by one, and all of them side by side.
+        Sampling parameters are rehearsed one by one, then all of them side by side.
         """
         if not samplings:
             return
@@ -148,22 +138,22 @@ class Lane:
                 self._engine.end(sequence, StopReason.CANCELLED, len(sequence.new_tokens))
 
     def reset(self) -> list[tuple[Request, int]]:
-        """Drop running sequences after a failure, and return them; the next step begins with wiped memory."""
+        """Drop all running sequences after a failure, and return them; memory is wiped before the next step."""
         lost = list(self.running.values())
         self.running.clear()
         if self._pool is not None:
             self._pool.owed.difference_update(request.sequences[index] for request, index in lost)
         self._forget()
-        self._dirty = True  # wiped before its next use at the latest: the device may be what failed
+        self._dirty = True  # wiped before the next step at the latest: wiping now may fail, if it was the device that failed
         if self._pool is not None:
-            with suppress(RuntimeError):  # others wait for what these had
+            with suppress(RuntimeError):  # try now: other lanes wait for the blocks of these sequences
                 self._wipe()
                 self._give_back()
         return lost
 
     def release(self) -> list[Context]:
-        """Give the memory up, for another lane."""
-        assert not self.busy, "sequences need it"
+        """Return the memory of an idle lane, for another lane to adopt."""
+        assert not self.busy, "its sequences need the memory"
         self._forget()
         self._wipe()
         self._give_back()
@@ -171,7 +161,7 @@ class Lane:
         return memory
 
     def _give_back(self) -> None:
-        """Leave the pool to others, but for what slots without texts need."""
+        """Return all blocks to the pool except those that idle slots need."""
         for context in self._memory:
             for row in range(self._options.slots):
                 context.cache.trim(row, context.idle_slots)
@@ -193,18 +183,18 @@ class Lane:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values that slots have whether they need them or not."""
+        """Bytes of keys and values that slots hold permanently, outside the pool."""
         return sum(context.nbytes for context in self._contexts if not context.lent)
 
     @property
     def least_bytes(self) -> tuple[int, int]:
-        """Bytes of the pool that slots without texts take, and how many more a text of the greatest length takes."""
+        """Bytes of the pool that all slots take when idle, and how many more the longest text takes."""
         workspace = self._opened().workspace
         return self._options.slots * workspace.idle_bytes, workspace.room(self._options.slot_tokens, 2)
 
     @property
     def used_tokens(self) -> int:
-        """Tokens of the sequences that run."""
+        """Tokens of all running sequences, prompts included."""
         running = [request.sequences[index] for request, index in tuple(self.running.values())]
         return sum(len(one.prompt) + len(one.new_tokens) for one in running)
 
@@ -218,10 +208,10 @@ class Lane:
         if self.cache_bytes:
             self._forget()
             self._dirty = True
-            self._wipe()  # systems may not provide memory before it is written to
+            self._wipe()  # the system may provide memory only once it is written to
 
     def _opened(self) -> Engine:
-        """Return the engine, created with all the memory that it will ever need."""
+        """Return the engine, created on first use with all the memory that it will ever need."""
         if self._engine is None:
             decoder, options = self.decoder, self._options
             params = RowParams((IDLE,) * options.slots)
@@ -242,64 +232,8 @@ class Lane:
         return self._engine
 
 
-def fitting_pool(device: torch.device, cache_gb: float | None = None) -> Pool | None:
-    """Return a pool for all texts, as large as asked, or as the free memory of a host allows.
-
-    On a GPU slots have memory of their own unless somebody asks: see docs/decisions/064-memory-by-blocks-is-virtual-memory.md.
-    """
-    if cache_gb is not None:
-        return Pool(int(cache_gb * 1e9))
-    return Pool(agreed(_room(device))) if is_host(device) else None
-
-
-def _room(device: torch.device) -> int:
-    """Return how many bytes all texts may take where nobody says."""
-    free = free_bytes(device)
-    return int(_LEAST_ROOM if free is None else min(free / 4, _MOST_ON_HOST) if is_host(device) else free / 2)
-
-
-def check_pool(pool: Pool | None, lanes: Iterable[Lane]) -> None:
-    """Find out how much memory there must be for any text to come to its end; `MemoryError` if there is less."""
-    if pool is None:
-        return
-    needs = [lane.least_bytes for lane in lanes]
-    pool.idle = sum(idle for idle, _ in needs)
-    pool.least = pool.idle + max(longest for _, longest in needs)
-    if pool.size < pool.least:
-        raise MemoryError
-
-
-def fitting_tokens(decoder: Decoder, slots: int, pool: Pool | None) -> int:
-    """Return how many tokens each of so many slots may have where nobody says: as many as the model reads.
-
-    Fewer where slots have memory of their own, and all together would take more than may be taken.
-    """
-    most = min(decoder.target.max_positions or _MOST_TOKENS, _MOST_TOKENS)
-    if most <= LEAST_TOKENS:
-        return most
-    size = LaneOptions(slots=1, slot_tokens=LEAST_TOKENS, chunk_tokens=PREFILL_CHUNK)
-    room = _room(decoder.target.device) if pool is None else pool.size
-    one = Lane(decoder, size, pool=None if pool is None else Pool(sys.maxsize))
-    one.reserve()
-    if not one.cache_bytes:
-        return most
-    fitting = int(room / slots * LEAST_TOKENS / one.cache_bytes) // _STEP * _STEP
-    tokens: int = agreed(min(max(fitting, LEAST_TOKENS), most))
-    taken = tokens / LEAST_TOKENS * slots * one.cache_bytes
-    _LOGGER.info("--slot-tokens %d: %d slots take %.1f GB, whatever their texts need", tokens, slots, taken / 1e9)
-    return tokens
-
-
-def fitting_prefixes(device: torch.device) -> int:
-    """Return how many bytes beginnings of texts may take where nobody says, beside slots that have their memory already."""
-    free = free_bytes(device)
-    share = _LEAST_PREFIXES if free is None else min(free / 8, _MOST_PREFIXES_ON_HOST) if is_host(device) else free / 4
-    fitting: int = agreed(int(share))
-    return fitting
-
-
 def with_speculation(decoder: Decoder, speculative: str) -> Decoder:
-    """Return a decoder that drafts as a request asks: as before, not at all, or with its own tree."""
+    """Return a decoder that drafts as a request says: as the server does, not at all, or with the request's own tree."""
     if speculative == AUTO:
         return decoder
     if speculative == OFF:
@@ -316,7 +250,7 @@ def with_speculation(decoder: Decoder, speculative: str) -> Decoder:
 
 
 def most_places(decoder: Decoder, slots: int, *, own_trees: bool) -> tuple[int, ...]:
-    """Return the most places for candidates that any request needs: in the target's context, then in the draft's."""
+    """Return the most places for candidates that any request needs, per context: the target's, then those of the drafts."""
     drafter = decoder.drafter
     trees = [TreeDrafter(drafter.model, one) for one in _LARGEST_TREES] if own_trees and drafter.model is not None else []
     params = RowParams((IDLE,) * slots)

@@ -1,4 +1,4 @@
-"""The server's log, as text or as JSON: one line per event, which no client can break or forge."""
+"""The server's log, as text or JSON: one line per event, which no client can break or forge."""
 
 import json
 import logging
@@ -9,14 +9,14 @@ from typing import Any
 from urllib.parse import quote
 
 _LEVELS = {"": logging.WARNING, "polydraft": logging.INFO, "uvicorn": logging.WARNING, "asyncio": logging.WARNING}
-"""The least severe lines that are written, by logger. The root writes all, so that those of other libraries look like ours."""
+"""Lowest level written, by logger. The root logger writes all lines, so that other libraries' look like ours."""
 _UNQUOTED = "/:@!$&'()*+,;=~[]"
 _LONGEST = {"client": 64, "method": 16, "path": 200, "reason": 300}
-"""Most characters of fields that clients may choose."""
+"""Most characters of the fields that clients choose."""
 
 
 def request_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a request's line without those that are None, quoted and cut where clients chose them."""
+    """Return the fields of a request's line, without those that are None; what clients chose is quoted and cut."""
     given = {name: value for name, value in fields.items() if value is not None}
     given |= {name: quote(given[name], safe=_UNQUOTED, errors="replace") for name in ("client", "path") if name in given}
     return given | {name: _cut(given[name], most) for name, most in _LONGEST.items() if name in given}
@@ -59,7 +59,7 @@ def log_as(style: str) -> None:
     handler.setFormatter(JsonLines() if style == "json" else TextLines())
     for name, level in _LEVELS.items():
         logger = logging.getLogger(name)
-        logger.handlers[:] = [logging.NullHandler()] if name else [handler]  # one that has none would be given one by commands
+        logger.handlers[:] = [logging.NullHandler()] if name else [handler]  # commands add handlers to loggers without any
         logger.setLevel(level)
     logging.captureWarnings(True)
 
@@ -84,7 +84,7 @@ def _time(record: logging.LogRecord) -> str:
 
 
 def _printable(text: str) -> str:
-    """Escape what would break a line, move the cursor or reverse the direction of reading."""
+    """Escape characters that break the line, move the cursor or reverse the reading direction."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)

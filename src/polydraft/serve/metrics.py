@@ -28,7 +28,7 @@ class Metrics:
     Parameters
     ----------
     model : str
-        The name that clients know; every metric but those of the process has it as a label.
+        The name that clients know. All metrics except those of the process have it as a label.
     """
 
     def __init__(self, model: str) -> None:
@@ -42,13 +42,13 @@ class Metrics:
         self.draft_tokens = self._counter("spec_decode_num_draft_tokens", "Drafted tokens.")
         self.accepted_tokens = self._counter("spec_decode_num_accepted_tokens", "Accepted tokens.")
         self.accepted_by_position = self._counter(
-            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their place behind the text.", "position"
+            "spec_decode_num_accepted_tokens_per_pos", "Accepted tokens by their position in the draft.", "position"
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Tokens of prompts.")
-        self.prefix_queries = self._counter("prefix_cache_queries", "Tokens of prompts whose beginnings were looked for.")
-        self.prefix_hits = self._counter("prefix_cache_hits", "Tokens of prompts that were not read again.")
+        self.prefix_queries = self._counter("prefix_cache_queries", "Prompt tokens that were looked up in the cache.")
+        self.prefix_hits = self._counter("prefix_cache_hits", "Prompt tokens that were found there, and not read again.")
         self.new_tokens = self._counter("generation_tokens", "New tokens.")
-        self.successes = self._counter("request_success", "Texts that came to an end.", "finished_reason")
+        self.successes = self._counter("request_success", "Finished texts.", "finished_reason")
         self.failures = self._counter("request_failure", "Requests answered with an error.", "status")
         self.cancelled = self._counter("request_cancelled", "Requests whose clients left.")
         self.first_token = self._histogram("time_to_first_token_seconds", "From arrival to the first token.", _FIRST)
@@ -57,21 +57,21 @@ class Metrics:
         self.queue_time = self._histogram("request_queue_time_seconds", "From arrival to a slot.", _FIRST)
 
     def watch(self, scheduler: "Scheduler") -> None:
-        """Show how many texts run and wait, and the memory that is reserved for them and in use."""
-        self._gauge("num_requests_running", "Texts that have slots.", lambda: scheduler.running)
-        self._gauge("num_requests_waiting", "Texts that wait for slots.", lambda: scheduler.waiting)
+        """Add gauges of a scheduler: texts that run and wait, and memory reserved and in use."""
+        self._gauge("num_requests_running", "Texts in slots.", lambda: scheduler.running)
+        self._gauge("num_requests_waiting", "Texts waiting for slots.", lambda: scheduler.waiting)
         self._gauge("cache_reserved_bytes", "Memory for the keys and values of all texts.", lambda: scheduler.cache_bytes)
-        self._gauge("prefix_cache_bytes", "Beginnings of texts that are kept.", lambda: scheduler.prefix_bytes)
-        self._gauge("kv_cache_usage_perc", "Part of that memory that is in use, 0 to 1.", lambda: scheduler.cache_usage)
-        told = "Texts that gave their memory up for others, and were read again."
-        self._gauge("num_preemptions", told, lambda: scheduler.put_back)
+        self._gauge("prefix_cache_bytes", "Memory for cached beginnings of texts.", lambda: scheduler.prefix_bytes)
+        self._gauge("kv_cache_usage_perc", "Fraction of the reserved memory in use, 0 to 1.", lambda: scheduler.cache_usage)
+        preempted = "Texts that gave up their memory for others, and were read again."
+        self._gauge("num_preemptions", preempted, lambda: scheduler.put_back)
 
     def observe(self, request: Request, progress: Progress) -> None:
         """Count an event of a request."""
         now, emitted = time.perf_counter(), progress.emitted
         if emitted.token_ids:
             self._observe_tokens(request, progress, now)
-        elif emitted.stop_reason is StopReason.LENGTH:  # a prompt that was read for itself
+        elif emitted.stop_reason is StopReason.LENGTH:  # nothing but the prompt was asked for
             self.prompt_tokens.inc(len(request.sequences[progress.index].prompt))
         if emitted.stop_reason not in (None, StopReason.FAILED):
             self.successes.labels(finished_reason=emitted.stop_reason.value).inc()
@@ -117,7 +117,7 @@ class Metrics:
 
 
 class _Labelled(Collector):
-    """The metrics of a registry, each with labels that they all share."""
+    """Add the same labels to all metrics of a registry."""
 
     def __init__(self, registry: CollectorRegistry, labels: dict[str, str]) -> None:
         self._registry, self._labels = registry, labels

@@ -1,4 +1,4 @@
-"""What every request passes first: a request id, limits, API keys, and one line in the log."""
+"""What every request passes first: request id, limits and API keys; and its line in the log."""
 
 import asyncio
 import hashlib
@@ -20,16 +20,16 @@ from polydraft.serve.options import ServeOptions, host_and_port, is_local
 
 _LOGGER = logging.getLogger("polydraft.serve")
 _OPEN_PATHS = re.compile(r"/(health|ready|page/[^/]+)?")
-"""Paths that need no API key: they give nothing away."""
+"""Paths that need no API key, as they reveal nothing."""
 _MOST_DIGITS = 20
-"""Of a content length: Python does not parse numbers of thousands of digits."""
+"""Most digits of a content length: Python refuses to parse thousands."""
 _CLIENT_CLOSED_REQUEST = 499
-"""What proxies log for clients that left before there was an answer."""
+"""The status that proxies log for clients that left before an answer."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 class AdmissionMiddleware:
-    """Check every request before it reaches the application, and log how it went."""
+    """Check every request before it reaches the application, and log its outcome."""
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
         self._app, self._options, self._metrics = app, options, metrics
@@ -68,7 +68,7 @@ class AdmissionMiddleware:
             if status:  # the response has begun
                 raise
             await send_error(error, send_with_id)
-        except asyncio.CancelledError:  # uvicorn would log a traceback
+        except asyncio.CancelledError:  # not raised again: uvicorn would log a traceback
             cancelled = RequestError("cancelled")
             reason = str(cancelled)
             if not status:
@@ -126,14 +126,14 @@ class AdmissionMiddleware:
 
 @dataclass
 class _BodyBudget:
-    """Bytes that the bodies of all requests may have together."""
+    """Bytes of the bodies of all requests: how many are allowed, and how many are held now."""
 
     most: int
     held: int = 0
 
 
 class _LimitedBody:
-    """Receive a request's body, up to its limit (whatever its header said) and within the budget of all."""
+    """Receive a request's body, up to its own limit (whatever its header said) and the budget of all bodies."""
 
     def __init__(self, receive: Receive, most: int, budget: _BodyBudget) -> None:
         self._receive, self._most, self._budget, self.read = receive, most, budget, 0

@@ -1,9 +1,9 @@
-"""Parameters that are not supported, and those of their values that change nothing about an answer, which are accepted."""
+"""Unsupported parameters, and their values that are accepted because they do not change the answer."""
 
 from typing import Any
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # For the provider's books, caches and dashboards. Nothing is stored here, and an answer is the same for everybody.
+    # For the provider's billing, caches and dashboards. This server stores nothing.
     "metadata": (dict,),
     "store": (bool,),
     "user": (str,),
@@ -20,13 +20,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "echo": (False,),
     "suffix": ("",),
-    # Without tools there is nothing to choose or to do at the same time.
+    # Without tools there is nothing to choose or to run in parallel.
     "tools": ([],),
     "tool_choice": ("none",),
     "parallel_tool_calls": (bool,),
     "functions": ([],),
     "function_call": ("none",),
-    # Clients of vLLM and llama.cpp write every default out.
+    # Clients of vLLM and llama.cpp send every default.
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "early_stopping": (False,),
@@ -43,18 +43,18 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "top_a": (0, 0.0),
     "mirostat": (0,),
 }
-"""The values that change nothing, by parameter; a type stands for all of its values."""
+"""Values that change nothing, by parameter; a type stands for all of its values."""
 
 KNOWN_ELSEWHERE = {
     *_NEUTRAL, "best_of", "audio", "web_search_options", "thinking", "prompt_logprobs", "truncate_prompt_tokens",
     "allowed_token_ids", "add_special_tokens", "chat_template", "logits_processors", "guided_json", "guided_regex",
     "guided_choice", "guided_grammar", "structured_outputs",
 }  # fmt: skip
-"""Parameters of the API, and of other servers, that would change the answer."""
+"""Parameters of the API and of other servers that change the answer, unless they have a value above."""
 
 
 def changes_nothing(name: str, value: Any, n: int) -> bool:
-    """Whether a parameter that is not supported has a value that asks for nothing, in a request for `n` texts per prompt."""
+    """Whether the value of an unsupported parameter has no effect, in a request for `n` texts per prompt."""
     neutral = (n,) if name == "best_of" else _NEUTRAL.get(name, ())  # the best n of n texts are all of them
-    # Types count: Python takes 1 for true.
+    # Types are compared, too, because 1 == True in Python.
     return any(type(value) is one or (type(value) is type(one) and value == one) for one in neutral)

@@ -1,4 +1,4 @@
-"""Options of a server, described and checked once. Nothing here imports torch."""
+"""Options of a server, described and checked once. This module does not import torch."""
 
 import stat
 from dataclasses import dataclass, fields
@@ -12,7 +12,7 @@ _FORMATS = Literal["text", "json"]
 
 
 def is_local(host: str) -> bool:
-    """Whether a host name or address is local; names may be in capitals and end in a dot."""
+    """Whether a host name or address is local; a name may have capitals, and end in a dot."""
     name = host.lower().removesuffix(".")
     try:
         return name == "localhost" or ip_address(name).is_loopback
@@ -30,35 +30,35 @@ class ServeOptions:
     """Server."""
 
     host: str = "127.0.0.1"
-    """Address to listen on; any but a local one needs --api-keys or --open."""
+    """Address to listen on; unless it is local, --api-keys or --open is required."""
     port: int = 8000
     """Port to listen on; 0 picks a free one."""
     api_keys: Path | None = None
-    """File with one API key per line; requests must then carry one of them."""
+    """File with one API key per line; every request must then send one of them."""
     open: bool = False
-    """Let other machines in without API keys."""
+    """Accept requests from other machines without API keys."""
     model_name: str | None = None
     """Model name that clients ask for  [default: the target's name]."""
     model_alias: tuple[str, ...] = ()
-    """Further name that clients may ask for; may be given several times."""
+    """Another name that clients may ask for; may be given several times."""
     slots: int = 8
     """Texts to generate at the same time."""
     other_slots: int | None = None
-    """Further slots, for texts with a grammar, prediction or own tree, or without drafts  [default: as many as --slots]."""
+    """More slots, for texts with a grammar, prediction or own tree, or without drafts  [default: as many as --slots]."""
     own_trees: bool = True
-    """Let requests choose trees of their own, and reserve room for them."""
+    """Let requests choose their own trees, and reserve memory for these."""
     slot_tokens: int | None = None
     """Most tokens per text, including its prompt  [default: as many as the model reads and memory allows, at most 16384]."""
     cache_gb: float | None = None
-    """Gigabytes for all texts, which take them as they grow; when they run out, new texts wait, and the youngest are put back
-    and read again  [default: a quarter of the free memory, at most 4; on a GPU each slot reserves --slot-tokens instead]."""
+    """Gigabytes that all texts share and take as they grow; when they run out, new texts wait, and the youngest are stopped,
+    to be read again later  [default: a quarter of the free memory, at most 4; on a GPU, each slot reserves --slot-tokens]."""
     prefix_gb: float | None = None
     """Gigabytes for beginnings that texts share, such as system prompts and conversations; 0 keeps none  [default: an eighth of
     the free memory, at most 1; a quarter on a GPU]."""
     share_prefixes: bool = False
-    """Let requests with different API keys share beginnings; faster answers then reveal what others have sent."""
+    """Let requests with different API keys share beginnings; the speed of answers then reveals what others have sent."""
     max_queue: int = 64
-    """Most texts waiting for a slot; further requests are told to come back later."""
+    """Most texts waiting for a slot; further requests are refused with status 429."""
     max_choices: int = 16
     """Most texts per request."""
     max_body_bytes: int = 2**20
@@ -66,27 +66,27 @@ class ServeOptions:
     chunk_tokens: int = 256
     """Most prompt tokens to read between two rounds."""
     stall_seconds: float = 0.1
-    """Longest time to read prompts between two rounds of texts that are being written; never less than one round."""
+    """Longest time to read prompts between two rounds of running texts; it is never less than one round."""
     request_seconds: float = 600.0
     """Longest time from the arrival of a request to the end of its answer."""
     client_seconds: float = 30.0
     """Longest time a client may take to send its request, or may leave its answer unread."""
     drain_seconds: float = 60.0
-    """After SIGTERM, how long running answers may take to finish."""
+    """Time for running answers to finish after SIGTERM."""
     cors: tuple[str, ...] = ()
-    """Origin of web pages that may call from a browser, such as https://example.org; may be given several times."""
+    """Origin of web pages that may send requests, such as https://example.org; may be given several times."""
     warm_up: bool | None = None
     """Capture and time rounds for texts of usual lengths before accepting requests  [default: on a GPU only]."""
     log_format: _FORMATS = "text"
-    """How the log is written: lines of text, or a JSON object per line."""
+    """Format of the log: lines of text, or a JSON object per line."""
     log_texts: bool = False
-    """Log prompts and answers, not just their sizes."""
+    """Log prompts and answers, not only their sizes."""
 
     def __post_init__(self) -> None:
         check_ranges(self, _RANGES)
         if not is_local(self.host) and self.api_keys is None and not self.open:
             raise UsageError(
-                f"--host {self.host} lets others in without a key; give --api-keys FILE, or --open if that is what you want"
+                f"--host {self.host} lets other machines in without a key; give --api-keys FILE, or --open if you want that"
             )
         if self.log_format not in get_args(_FORMATS):
             raise UsageError(f"--log-format {shown(self.log_format)} is unknown; allowed: {', '.join(get_args(_FORMATS))}")
@@ -97,7 +97,7 @@ class ServeOptions:
                 )
 
     def read_keys(self) -> list[str]:
-        """Read the API keys; none without --api-keys."""
+        """Read the API keys; an empty list without --api-keys."""
         if self.api_keys is None:
             return []
         try:
@@ -116,7 +116,7 @@ class ServeOptions:
         return found
 
     def key_file_warning(self) -> str | None:
-        """Return a warning if others may change or read the file of API keys, which may be on purpose."""
+        """Return a warning if other users may change or read the file of API keys; it may be on purpose."""
         if self.api_keys is None:
             return None
         mode = self.api_keys.stat().st_mode
@@ -130,13 +130,13 @@ class ReplicaOptions:
     """Replicas."""
 
     ray: bool = False
-    """Serve with Ray Serve replicas, on the cluster that this machine belongs to or on this machine alone."""
+    """Serve with Ray Serve replicas, on this machine's Ray cluster or on this machine alone."""
     replicas: int = 1
-    """With --ray: number of processes, each with its own copy of the model; with --max-replicas, the fewest."""
+    """With --ray: number of processes, each with its own copy of the model; with --max-replicas, the lowest number."""
     max_replicas: int | None = None
-    """With --ray: most replicas; running and waiting texts decide how many there are  [default: as many as --replicas]."""
+    """With --ray: most replicas; their number follows the running and waiting texts  [default: as many as --replicas]."""
     replica_cpus: float = 1.0
-    """With --ray: CPUs, and so threads, per replica."""
+    """With --ray: CPUs per replica, which computes with as many threads."""
     replica_gpus: float = 0.0
     """With --ray: GPUs per replica."""
 

@@ -1,6 +1,6 @@
-"""Taking a chat's text apart while it is being written: content, reasoning, tool calls.
+"""Parse a chat's text while it is being generated: content, reasoning, tool calls.
 
-Parsers get text in pieces, of one token or of a round's many, and what they tell does not depend on where it was cut.
+Parsers get the text in pieces of one or several tokens; the result does not depend on where it was cut.
 """
 
 import json
@@ -14,31 +14,31 @@ CONTENT, REASONING, CALL, ARGUMENTS = "content", "reasoning_content", "call", "a
 _REASONING_FIELDS = ("reasoning_content", "reasoning", "thinking")
 _JSON_MARKS = frozenset('{}[]:,+-."\t\n\r ')
 _BROKEN_CALLS = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
-"""What transformers, and we, raise where a call is not what a template says, or is nested too deeply to be read."""
+"""What transformers and this module raise for a call that does not fit its template, or is nested too deeply."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some of an answer."""
+    """A part of an answer, complete or not."""
 
     kind: str
-    """``"content"``, ``"reasoning_content"``, ``"call"`` (its text is the function's name), or ``"arguments"``."""
+    """``"content"``, ``"reasoning_content"``, ``"call"`` (the text is the function's name), or ``"arguments"``."""
     text: str
     call: int = -1
-    """Which call, counted from 0."""
+    """Number of the call, from 0; -1 for other parts."""
 
 
 class Parser:
-    """Takes one text apart; without markers to look for, all of it is content.
+    """Parse one text. This base class knows no markers, so all of it is content.
 
-    White space between parts is dropped. What has the marks of a call but is none stays content.
+    White space between parts is dropped. Text that looks like a call, but is not a valid one, stays content.
 
     Parameters
     ----------
     names : collection of str
-        Functions that may be called; a call of another is content.
+        Functions that may be called; calls of others are content.
     parallel : bool
-        Whether to tell more than the first call.
+        Whether to return more than the first call.
     """
 
     def __init__(self, names: Collection[str] = (), *, parallel: bool = True) -> None:
@@ -48,7 +48,7 @@ class Parser:
         self._calls = self._complete = 0
 
     def add(self, text: str, last: bool = False) -> list[Piece]:
-        """Take some more text, the last of it or not, and return what is certain of the answer."""
+        """Add text, `last` if no more follows, and return the pieces that are certain by now."""
         self._pieces = []
         self._read(text, last)
         if last and self._kind == CONTENT:
@@ -61,26 +61,26 @@ class Parser:
         return 0 < self._calls == self._complete
 
     def _read(self, text: str, last: bool) -> None:
-        self._tell(CONTENT, text)
+        self._emit(CONTENT, text)
 
-    def _turn(self, kind: str) -> None:
-        """Begin another part."""
+    def _begin_part(self, kind: str) -> None:
+        """Begin another part of the answer."""
         self._kind, self._blank, self._fresh = kind, "", True
 
-    def _tell(self, kind: str, text: str) -> None:
-        """Tell of content or reasoning, but for white space at its ends."""
+    def _emit(self, kind: str, text: str) -> None:
+        """Add content or reasoning to the pieces, without white space at its ends."""
         if not text:
             return
         if kind != self._kind:
-            self._turn(kind)
+            self._begin_part(kind)
         text = self._blank + (text.lstrip() if self._fresh else text)
         solid = text.rstrip()
         self._blank = text[len(solid) :]
         self._fresh = self._fresh and not solid
         self._append(kind, solid)
 
-    def _tell_call(self, name: str) -> None:
-        self._turn(CALL)
+    def _emit_call(self, name: str) -> None:
+        self._begin_part(CALL)
         self._calls += 1
         self._append(CALL, name)
 
@@ -95,28 +95,28 @@ class Parser:
     def _is_call(self, name: Any, arguments: Any) -> bool:
         return isinstance(name, str) and name in self.names and isinstance(arguments, Mapping)
 
-    def _tell_whole(self, name: Any, arguments: Any) -> bool:
-        """Tell of a call that is complete, unless it is none."""
+    def _emit_whole_call(self, name: Any, arguments: Any) -> bool:
+        """Add a complete call to the pieces, and return True; return False if it is not valid."""
         if not self._is_call(name, arguments):
             return False
-        self._tell_call(name)
-        self._append(ARGUMENTS, json.dumps(arguments))  # in ASCII: models also write halves of surrogate pairs
+        self._emit_call(name)
+        self._append(ARGUMENTS, json.dumps(arguments))  # in ASCII, because models also write unpaired surrogates
         self._complete += 1
         return True
 
 
 class FormParser(Parser):
-    """Take apart what a `Form` describes: arguments are told while they are written.
+    """Parse calls of a `Form`; arguments are passed on while they are being written.
 
     Parameters
     ----------
     form : Form, optional
-        How calls look; None to look for none.
+        How calls are spelled; None if there are none.
     names : collection of str
     thought : pair of str, optional
-        What is around reasoning.
+        Markers around reasoning.
     thinks : bool
-        Whether the prompt opened the reasoning.
+        Whether the prompt has opened the reasoning.
     parallel : bool
     """
 
@@ -133,12 +133,12 @@ class FormParser(Parser):
         self._form = form if self.names else None
         self._thought = thought
         self._buffer = ""
-        self._state: Callable[[bool], bool] = self._thoughts if thought and thinks else self._content
+        self._state: Callable[[bool], bool] = self._in_reasoning if thought and thinks else self._in_content
         self._leads: tuple[str, ...] = self._first_leads(thought is not None and not thinks)
         self._depth, self._in_string, self._escaped, self._arguments = 0, False, False, ""
 
     def _first_leads(self, may_think: bool) -> tuple[str, ...]:
-        """Return what has a meaning at the beginning only."""
+        """Return the markers that count only at the beginning."""
         thought = (self._thought[0],) if may_think and self._thought else ()
         return thought + ((self._form.bare,) if self._form is not None and self._form.bare else ())
 
@@ -147,69 +147,69 @@ class FormParser(Parser):
         while self._buffer and self._state(last):
             pass
 
-    def _thoughts(self, last: bool) -> bool:
+    def _in_reasoning(self, last: bool) -> bool:
         assert self._thought is not None
         end = self._thought[1]
         before, found, after = self._buffer.partition(end)
-        held = 0 if found or last else _begun(before, end)
-        self._tell(REASONING, before[: len(before) - held])
+        held = 0 if found or last else _partial_marker(before, end)
+        self._emit(REASONING, before[: len(before) - held])
         self._buffer = after if found else before[len(before) - held :]
         if found:
-            self._state, self._leads = self._content, self._first_leads(False)
-            self._turn(CONTENT)
+            self._state, self._leads = self._in_content, self._first_leads(False)
+            self._begin_part(CONTENT)
         return bool(found)
 
-    def _content(self, last: bool) -> bool:
-        """Look for what ends content; return whether to go on."""
+    def _in_content(self, last: bool) -> bool:
+        """Look for the marker that ends content; return whether to go on."""
         start = self._buffer.lstrip()
         at = len(self._buffer) - len(start)
         lead = next((lead for lead in self._leads if start.startswith(lead)), None)
         if lead is None and not last and any(lead.startswith(start) for lead in self._leads):
             return False
         if lead is not None and self._thought is not None and lead == self._thought[0]:
-            self._buffer, self._state = start[len(lead) :], self._thoughts
-            self._turn(REASONING)
+            self._buffer, self._state = start[len(lead) :], self._in_reasoning
+            self._begin_part(REASONING)
             return True
         if lead is None:
             self._leads = ()
             at = -1 if self._form is None else self._buffer.find(self._form.marker)
         if at < 0:
-            held = 0 if last or self._form is None else _begun(self._buffer, self._form.marker)
-            self._tell(CONTENT, self._buffer[: len(self._buffer) - held])
+            held = 0 if last or self._form is None else _partial_marker(self._buffer, self._form.marker)
+            self._emit(CONTENT, self._buffer[: len(self._buffer) - held])
             self._buffer = self._buffer[len(self._buffer) - held :]
             return False
-        return self._call(at, last)
+        return self._read_call(at, last)
 
-    def _call(self, at: int, last: bool) -> bool:
-        """Read a call's beginning, up to its arguments."""
+    def _read_call(self, at: int, last: bool) -> bool:
+        """Read a call up to its arguments; return whether to go on."""
         assert self._form is not None
         head = self._form.head.match(self._buffer, at, partial=True)
         if head is not None and head.partial and not last:
-            self._tell(CONTENT, self._buffer[:at])
+            self._emit(CONTENT, self._buffer[:at])
             self._buffer = self._buffer[at:]
             return False
         if head is not None and not head.partial and head["name"] in self.names:
-            self._tell(CONTENT, self._buffer[:at])
-            self._tell_call(head["name"])
+            self._emit(CONTENT, self._buffer[:at])
+            self._emit_call(head["name"])
             self._buffer, self._state = self._buffer[head.end() :], self._in_arguments
             self._depth, self._arguments = 0, ""
             return True
-        if self._form.close and self._buffer.startswith(self._form.marker, at):  # perhaps with its keys in another order
+        if self._form.close and self._buffer.startswith(self._form.marker, at):  # a call may have its keys in another order
             inside, found, after = self._buffer[at + len(self._form.marker) :].partition(self._form.close)
             if not found and not last:
                 return False
-            call = loaded(inside) if found else None
+            call = json_or_none(inside) if found else None
             if isinstance(call, Mapping) and self._is_call(call.get("name"), call.get("arguments")):
-                self._tell(CONTENT, self._buffer[:at])
-                self._tell_whole(call["name"], call["arguments"])
+                self._emit(CONTENT, self._buffer[:at])
+                self._emit_whole_call(call["name"], call["arguments"])
                 self._buffer, self._leads = after, ()
                 return True
-        self._tell(CONTENT, self._buffer[: at + 1])
+        self._emit(CONTENT, self._buffer[: at + 1])
         self._buffer, self._leads = self._buffer[at + 1 :], ()
         return True
 
     def _in_arguments(self, last: bool) -> bool:
-        """Read an object up to its last brace, or to what cannot be JSON."""
+        """Read a JSON object up to its last brace, or to the first character that cannot be JSON."""
         length, ended = 0, False
         for character in self._buffer:
             ended = not self._in_string and not (character in _JSON_MARKS or character.isalnum())
@@ -224,7 +224,7 @@ class FormParser(Parser):
         self._arguments += found
         self._append(ARGUMENTS, found)
         if ended:
-            self._complete += loaded(self._arguments) is not None
+            self._complete += json_or_none(self._arguments) is not None
             self._state = self._tail
         return ended
 
@@ -239,32 +239,32 @@ class FormParser(Parser):
             self._depth += (character in "{[") - (character in "}]")
 
     def _tail(self, last: bool) -> bool:
-        """Read what closes a call; what is cut off in the middle of it is dropped."""
+        """Read the text that closes a call; if it is incomplete at the end of the text, it is dropped."""
         assert self._form is not None
         tail = self._form.tail.match(self._buffer, partial=True)
         if tail is not None and tail.partial and not last:
             return False
         if tail is not None:
             self._buffer = self._buffer[tail.end() :]
-        self._state = self._content
+        self._state = self._in_content
         self._leads = (self._form.between.strip(),) if self._form.between.strip() else ()
         return True
 
 
 class TemplateParser(Parser):
-    """Take apart what transformers describes by a response template; calls are told whole.
+    """Parse calls of a response template with the parser of transformers; only complete calls are returned.
 
-    It gets one character at a time: so nothing depends on cuts, and text goes on right after a call that cannot be read, which
-    is content, without its marks.
+    That parser gets one character at a time: the result then does not depend on how the text was cut, and parsing can go on
+    right after a call that is not valid, which becomes content, without its markers.
 
     Parameters
     ----------
     template : mapping
-        As tokenizers have it in ``response_template``.
+        The tokenizer's ``response_template``.
     prompt : str
-        May have begun the answer.
+        Its end may already begin the answer.
     tools : sequence of dict
-        As chat templates take them: arguments get the types of their schemas.
+        In the format of chat templates; arguments get the types that the schemas say.
     names : collection of str
     parallel : bool
     """
@@ -290,19 +290,20 @@ class TemplateParser(Parser):
 
     def _read(self, text: str, last: bool) -> None:
         for character in text:
-            # A pattern that closes a call is over one character later.
+            # The parser matches a closing pattern one character late.
             if not self._reads(character) and "close_pattern" in self._template["fields"].get("tool_calls", ()):
                 self._reads(character)
         if last:
             self._reads(None)
 
     def _reads(self, character: str | None) -> bool:
-        """Read a character, or the end, and return whether all was as described."""
+        """Parse one character, or the end (None), and return whether it fits the template."""
         try:
-            for event in self._parser.finalize()[1] if character is None else self._parser.feed(character):
+            events = self._parser.finalize()[1] if character is None else self._parser.feed(character)
+            for event in events:
                 self._take(event["type"], event["field"], event)
         except _BROKEN_CALLS:
-            self._tell(CONTENT, self._raw)
+            self._emit(CONTENT, self._raw)
             self._raw = ""
             self._start("")
             return False
@@ -312,22 +313,22 @@ class TemplateParser(Parser):
         if kind == "region_chunk" and field == "tool_calls":
             self._raw += event["text"]
         elif kind == "region_chunk" and field in (CONTENT, *_REASONING_FIELDS):
-            self._tell(CONTENT if field == CONTENT else REASONING, event["text"])
+            self._emit(CONTENT if field == CONTENT else REASONING, event["text"])
         elif kind == "region_close" and field == "tool_calls":
             value = event["value"]
             functions = [call["function"] for call in (value if isinstance(value, list) else [value])]
-            if not all(self._tell_whole(one["name"], one["arguments"]) for one in functions):
-                self._tell(CONTENT, self._raw)
+            if not all(self._emit_whole_call(one["name"], one["arguments"]) for one in functions):
+                self._emit(CONTENT, self._raw)
             self._raw = ""
 
 
-def _begun(text: str, marker: str) -> int:
-    """Length of the longest end of a text that begins a marker."""
+def _partial_marker(text: str, marker: str) -> int:
+    """Return the length of the longest end of a text that may be the beginning of a marker."""
     return next((length for length in range(min(len(marker) - 1, len(text)), 0, -1) if marker.startswith(text[-length:])), 0)
 
 
-def loaded(text: str) -> Any:
-    """Return what a text says in JSON; None if it is none."""
+def json_or_none(text: str) -> Any:
+    """Parse JSON; return None if the text is not JSON."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -1,14 +1,14 @@
-"""The body of a request: every parameter is checked, none is ignored."""
+"""The body of a request: every parameter is checked, and none is ignored."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from polydraft.errors import UsageError, shown, unknown_name
+from polydraft.errors import UsageError, shown
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.grammar import LARK, REGEX, Grammar
-from polydraft.serve.errors import RequestError, from_library, invalid_value, missing, unsupported
+from polydraft.serve.errors import RequestError, from_library, invalid_value, missing, unknown_parameter, unsupported
 from polydraft.serve.neutral import KNOWN_ELSEWHERE, changes_nothing
 from polydraft.serve.request import AUTO, OFF
 from polydraft.serve.tools import Tools, read_calls, read_tools
@@ -18,10 +18,10 @@ _MOST_STOPS = 16
 _LONGEST_STOP = 256
 _MOST_BIASED = 1024
 _MOST_DIGITS = 20
-"""Of a token id: Python does not parse numbers of thousands of digits."""
+"""Most digits of a token id: Python refuses to parse thousands."""
 _MOST_TOKENS = 10**9
 _PLAIN_LENGTH = 16
-"""The API's default for completions."""
+"""The API's default of `max_tokens` for completions."""
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _WHY = {"suffix": "by this server, which continues texts and does not fill gaps in them"}
@@ -30,7 +30,7 @@ _OF_DRAFTING = ("tree", "trace", "scheme", "walk", "drafter", "draft")
 _ABOUT_DRAFTING = f'a request chooses how to draft with "speculative": {_SPECULATIVE}; the rest are flags of polydraft serve'
 
 _ABOUT_SCHEMAS = {"name", "description", "strict"}
-"""What the API has beside a schema. It changes nothing: texts always follow the schema."""
+"""What the API has beside a schema; ignored, as texts always follow the schema."""
 
 Messages = list[dict[str, Any]]
 
@@ -56,16 +56,16 @@ class CompletionRequest:
     include_usage: bool = False
     top_logprobs: int | None = None
     echo: bool = False
-    """Whether completions begin with their prompts, log-probabilities included."""
+    """Whether completions begin with their prompts, whose log-probabilities are then included."""
     prompt_name: str = "prompt"
     """Name of the parameter that holds the prompt."""
     speculative: str = AUTO
     """``"auto"``, ``"off"``, or a tree."""
     grammar: Grammar | None = None
     prediction: str | None = None
-    """What the text is expected to be."""
+    """The text that the client expects."""
     cache_salt: str = ""
-    """Texts share beginnings only with those of requests that say the same."""
+    """Only requests with the same salt share beginnings of texts."""
     tools: Tools | None = None
     trace: bool = False
     """Whether chunks say where each token came from."""
@@ -79,8 +79,8 @@ class CompletionRequest:
 def read_request(
     body: dict[str, Any], *, chat: bool, max_choices: int = 1024, prompt_name: str | None = None
 ) -> CompletionRequest:
-    """Read the body of a request for a chat or for completions, of at most `max_choices` texts per prompt."""
-    # Every reader below removes what it has read; whatever is left over is refused.
+    """Read the body of a request for a chat or for completions, with at most `max_choices` texts per prompt."""
+    # Every reader below removes what it reads from `left`; what remains at the end is refused.
     left = {str(name): value for name, value in body.items() if value is not None}
     wants: dict[str, Any] = {"chat": chat, "prompt_name": prompt_name or ("messages" if chat else "prompt")}
     if chat:
@@ -91,7 +91,7 @@ def read_request(
     else:
         wants["prompts"] = _prompts(left.pop("prompt", None))
         wants["max_new_tokens"] = _limit(left, "max_tokens", _PLAIN_LENGTH, least=0)
-        if left.get("logprobs") is False:  # chats have it so
+        if left.get("logprobs") is False:  # the form that chats have
             del left["logprobs"]
         wants["top_logprobs"] = _whole(left, "logprobs", 0, _MOST_LOGPROBS, None)
         wants["echo"] = _flag(left, "echo")
@@ -123,10 +123,10 @@ def _refuse_rest(left: Mapping[str, Any], n: int, chat: bool) -> None:
         if name in KNOWN_ELSEWHERE:
             where = _WHY.get(name, f"with the value {shown(value)}")
             raise unsupported(name, where, f"{name} is not supported with this value")
-        message = f"unknown parameter {name!r}; {_ABOUT_DRAFTING}"
-        if name not in _OF_DRAFTING:
-            message = str(unknown_name("parameter", name, CHAT_NAMES if chat else COMPLETION_NAMES))
-        raise RequestError("unknown_parameter", param=name, message=message)
+        if name in _OF_DRAFTING:
+            message = f"unknown parameter {name!r}; {_ABOUT_DRAFTING}"
+            raise RequestError("unknown_parameter", param=name, message=message)
+        raise unknown_parameter(name, CHAT_NAMES if chat else COMPLETION_NAMES)
 
 
 def _whole(left: dict[str, Any], name: str, low: int, high: int, default: Any) -> Any:
@@ -163,7 +163,7 @@ def _text(left: dict[str, Any], name: str) -> str | None:
 
 
 def _limit(left: dict[str, Any], name: str, default: int | None = None, least: int = 1) -> Any:
-    """Read how many tokens a text may get; None, or -1 in the request, for as many as fit."""
+    """Read a limit on new tokens; -1 in the request and None here stand for as many as fit."""
     value = _whole(left, name, -1, _MOST_TOKENS, default)
     if value == 0 < least:
         raise invalid_value(name, 0, f"whole numbers from 1 to {_MOST_TOKENS}, or -1 for as many as fit")
@@ -180,7 +180,7 @@ def _max_tokens(left: dict[str, Any]) -> Any:
 def _chat_logprobs(left: dict[str, Any]) -> int | None:
     wanted, top = _flag(left, "logprobs"), _whole(left, "top_logprobs", 0, _MOST_LOGPROBS, None)
     if top and not wanted:
-        raise invalid_value("top_logprobs", top, 'none without "logprobs": true')
+        raise invalid_value("top_logprobs", top, 'only with "logprobs": true')
     return (top or 0) if wanted else None
 
 
@@ -205,18 +205,19 @@ def _message(message: Any, where: str, named: dict[str, str]) -> dict[str, Any]:
         raise invalid_value(f"{where}.name", message["name"], "a string")
     role = "system" if message["role"] == "developer" else message["role"]
     content = message.get("content")
-    written = _content("" if content is None and role == "assistant" else content, where)
+    written = text_of("" if content is None and role == "assistant" else content, f"{where}.content")
     return {"role": role, "content": written, **about_calls}
 
 
-def _content(content: Any, where: str) -> str:
+def text_of(content: Any, where: str, kinds: Sequence[str] = ("text",)) -> str:
+    """Return the text of some content: a string, or a list of parts of these kinds."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and content:
-        parts = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in content]
-        if all(isinstance(part, str) for part in parts):
-            return "".join(map(str, parts))
-    raise invalid_value(f"{where}.content", content, "a string, or a list of parts of type text")
+        texts = [part.get("text") if isinstance(part, dict) and part.get("type") in kinds else None for part in content]
+        if all(isinstance(text, str) for text in texts):
+            return "".join(map(str, texts))
+    raise invalid_value(where, content, f"a string, or a list of parts of type {kinds[0]}")
 
 
 def _prompts(value: Any) -> list[str | list[int]]:
@@ -271,13 +272,13 @@ def _prediction(value: Any) -> str | None:
         case None:
             return None
         case {"type": "content", "content": content, **rest} if not rest:
-            return _content(content, "prediction") or None
+            return text_of(content, "prediction.content") or None
         case _:
             raise invalid_value("prediction", value, '{"type": "content", "content": "the text that you expect"}')
 
 
 def _grammar(left: dict[str, Any]) -> Grammar | None:
-    """Read the grammar from the one of three parameters that has it."""
+    """Read a grammar, which one of three parameters may hold."""
     found: dict[str, Grammar] = {}
     for name in (REGEX, LARK):
         text = _text(left, name)
@@ -311,7 +312,7 @@ def _sampling(left: dict[str, Any]) -> SamplingParams:
         if name in left:
             given[name] = _number(name, left.pop(name), "numbers")
     if (top_k := _whole(left, "top_k", -1, 2**31, None)) is not None:
-        given["top_k"] = max(top_k, 0)  # -1 means "all" elsewhere
+        given["top_k"] = max(top_k, 0)  # other servers take -1 for "all"
     given["min_tokens"] = _whole(left, "min_tokens", 0, _MOST_TOKENS, 0)
     given["ignore_eos"] = _flag(left, "ignore_eos")
     given["stop_token_ids"] = left.pop("stop_token_ids", ())
@@ -323,7 +324,7 @@ def _sampling(left: dict[str, Any]) -> SamplingParams:
 
 
 def _check_ends(params: SamplingParams, max_new_tokens: int | None, constrained: bool) -> None:
-    """Refuse texts that could not end."""
+    """Refuse parameters with which a text could not end."""
     if params.min_tokens > (_MOST_TOKENS if max_new_tokens is None else max_new_tokens):
         raise invalid_value("min_tokens", params.min_tokens, f"at most max_tokens, which is {max_new_tokens}")
     if constrained and (params.min_tokens or params.ignore_eos):
@@ -332,7 +333,7 @@ def _check_ends(params: SamplingParams, max_new_tokens: int | None, constrained:
 
 
 def sampling_name(error: UsageError) -> str | None:
-    """Return which sampling parameter an error of the library is about: its message begins with the name."""
+    """Return the sampling parameter that an error of the library begins with, if any."""
     return next((name for name in SamplingParams.__dataclass_fields__ if str(error).startswith(name)), None)
 
 

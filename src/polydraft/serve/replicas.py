@@ -1,4 +1,4 @@
-"""Replicas on Ray Serve: a front that forwards requests, and replicas that are complete servers.
+"""Replicas on Ray Serve: a front forwards requests to replicas, which are complete servers.
 
 ``serve run polydraft.serve.replicas:application target=smollm2 replicas=2`` starts it; so does ``polydraft serve --ray``.
 """
@@ -18,41 +18,42 @@ import torch
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from polydraft.described import options_in
 from polydraft.errors import FailureError, first_line, unknown_name
 from polydraft.loading import load_with
 from polydraft.options import LoadOptions
-from polydraft.serve.app import make_app
+from polydraft.serve.app import METRICS_TYPE, make_app
 from polydraft.serve.cluster import cluster_with_room
-from polydraft.serve.errors import RequestError, error_event, send_error
-from polydraft.serve.lane import LEAST_TOKENS
+from polydraft.serve.errors import RequestError, error_object, send_error
 from polydraft.serve.logs import log_as
+from polydraft.serve.memory import LEAST_TOKENS
 from polydraft.serve.options import ReplicaOptions, ServeOptions, host_and_port
 from polydraft.serve.service import Service
-from polydraft.serve.streaming import disconnected
+from polydraft.serve.streaming import disconnected, framed
 
 _LOGGER = logging.getLogger("polydraft.serve")
 _NAME, _REPLICA, _FRONT = "polydraft", "polydraft-replica", "polydraft-front"
 _MOST_AT_FRONT = 4096
 _PASSED = ("client", "method", "path", "raw_path", "query_string", "headers", "http_version", "scheme", "root_path")
 _AHEAD = 8
-"""Messages that a replica buffers per request: a client that does not read slows down its own text only."""
+"""Messages that a replica buffers per request, so that a client that does not read slows down only its own text."""
 _TO = "replica:"
-"""Prefix of the key of a request for one particular replica."""
+"""Prefix of a key that addresses one particular replica."""
 
 
 class KeepConversations(RequestRouter):
-    """Send a conversation to the replica that has its cache, by rendezvous hashing.
+    """Route all turns of a conversation to the replica that has it cached, by rendezvous hashing.
 
-    Replicas are ranked by a hash of conversation and replica; if the first is full, the next one in this order is used.
+    Replicas are ranked by a hash of conversation and replica; if the first is full, the next one is used.
     """
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Rank the replicas for a request."""
+        """Return the replicas for a request, best first."""
         key = str(pending_request.args[0]) if pending_request is not None and pending_request.args else ""
         if key.startswith(_TO):
             return [[one for one in candidate_replicas if one.replica_id.unique_id == key.removeprefix(_TO)]]
@@ -65,13 +66,14 @@ def _rank(key: str, replica: str) -> bytes:
 
 
 class Replica:
-    """A server without a socket: requests come in as messages.
+    """A server without a socket: the front hands it requests as messages.
 
     Parameters
     ----------
     loading, options : mapping
         Arguments of `LoadOptions` and `ServeOptions`.
     threads : int
+        CPU threads to compute with.
     """
 
     def __init__(self, loading: Mapping[str, Any], options: Mapping[str, Any], threads: int) -> None:
@@ -83,7 +85,7 @@ class Replica:
         self._app = make_app(self._service)
 
     async def ask(self, key: str, scope: dict[str, Any], body: bytes) -> AsyncIterator[Message]:
-        """Answer one request with the messages that a server would send; to stop iterating is to disconnect."""
+        """Yield the messages that a server would send for one request; a caller that stops iterating has disconnected."""
         messages: asyncio.Queue[Message | None] = asyncio.Queue(_AHEAD)
         left, given = asyncio.Event(), False
 
@@ -107,18 +109,18 @@ class Replica:
                 yield message
         finally:
             left.set()
-            while not messages.empty():  # unblock a sender that waits for room
+            while not messages.empty():  # unblock a sender that waits for space
                 messages.get_nowait()
             work.cancel()
 
     def check_health(self) -> None:
-        """Fail if nothing computes any more, so that Ray replaces this replica."""
+        """Fail if the scheduler's thread has ended, so that Ray replaces this replica."""
         if not self._service.scheduler.ready:
             raise FailureError("the scheduler's thread has ended")
 
 
 class Front:
-    """Forward requests to replicas; it holds no model, so it survives the loss of any replica."""
+    """Forward requests to replicas. The front holds no model, so it survives the loss of any replica."""
 
     def __init__(self, replicas: Any, options: ServeOptions) -> None:
         self._replicas, self._options = replicas.options(method_name="ask", stream=True), options
@@ -137,7 +139,7 @@ class Front:
             return
         passed = {name: scope[name] for name in _PASSED if name in scope}
         if scope["path"] == "/metrics":
-            await self._metrics(passed, send)
+            await self._metrics(scope, passed, receive, send)
             return
         await self._forward(_conversation(body), passed, body, receive, send)
 
@@ -156,15 +158,15 @@ class Front:
             _LOGGER.error("a replica did not answer: %s", first_line(error))
             lost = RequestError("replica_lost")
             if started:
-                await send({"type": "http.response.body", "body": error_event(lost)})
+                await send({"type": "http.response.body", "body": framed([error_object(lost)])})
             else:
                 await send_error(lost, send, ((b"retry-after", b"1"),))
         finally:
             for task in (work, gone):
                 task.cancel()
 
-    async def _metrics(self, scope: dict[str, Any], send: Send) -> None:
-        """Show the metrics of all replicas, each labelled with its name."""
+    async def _metrics(self, scope: Scope, passed: dict[str, Any], receive: Receive, send: Send) -> None:
+        """Return the metrics of all replicas, each sample labelled with its replica's name."""
         names = [one["name"] for one in ray.util.list_named_actors(all_namespaces=True)]
         replicas = sorted(
             name.rpartition("#")[2] for name in names if name.startswith("SERVE_REPLICA") and f"#{_REPLICA}#" in name
@@ -176,29 +178,26 @@ class Front:
             async def keep(message: Message, parts: list[bytes] = parts) -> None:
                 parts.append(message.get("body", b""))
 
-            _, error = await _relay(self._replicas.remote(f"{_TO}{replica}", scope, b""), keep)
+            _, error = await _relay(self._replicas.remote(f"{_TO}{replica}", passed, b""), keep)
             if error is None:
                 pages[replica] = b"".join(parts).decode()
-        text = labelled(pages).encode()
-        headers = [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8"), (b"content-length", str(len(text)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": text})
+        await Response(labelled(pages), media_type=METRICS_TYPE)(scope, receive, send)
 
 
 async def _relay(answer: Any, send: Send) -> tuple[bool, BaseException | None]:
-    """Forward messages; return whether any came, and the error that ended them early, if any."""
+    """Forward messages; return whether any came, and the error that ended them early, or None."""
     started = False
     try:
         async for message in answer:
             await send(message)
             started = True
-    except Exception as error:  # whatever the replica, or the connection to it, died of
+    except Exception as error:  # whatever broke the replica or the connection to it
         return started, error
     return started, None
 
 
 async def _body(receive: Receive, most: int) -> bytes:
-    """Read a body; cut one that is too large to one byte more than allowed, which the replica then refuses."""
+    """Read a body. One that is too large is cut one byte above the limit, and the replica then refuses it."""
     parts, size, more = [], 0, True
     while more and size <= most:
         message = await receive()
@@ -210,7 +209,7 @@ async def _body(receive: Receive, most: int) -> bytes:
 
 
 async def _lifespan(receive: Receive, send: Send) -> None:
-    """Answer the lifespan protocol: there is nothing to start or stop."""
+    """Acknowledge startup and shutdown: the front has nothing to do for either."""
     kind = ""
     while kind != "lifespan.shutdown":
         kind = (await receive())["type"]
@@ -218,7 +217,7 @@ async def _lifespan(receive: Receive, send: Send) -> None:
 
 
 def _conversation(body: bytes) -> str:
-    """Return a key that all turns of a conversation share: a hash of its first messages, or of the prompt."""
+    """Return the routing key that all turns of a conversation share: a hash of its first messages, or of the prompt."""
     try:
         content = json.loads(body)
         messages = content.get("messages")
@@ -235,7 +234,7 @@ def _digest(value: Any) -> str:
 
 
 def labelled(pages: Mapping[str, str]) -> str:
-    """Join Prometheus pages: every sample is labelled with its replica, every metric described once."""
+    """Merge Prometheus pages: label every sample with its replica, and describe every metric once."""
     families: dict[str, tuple[list[str], list[str]]] = {}
     for replica, page in pages.items():
         family = ""
@@ -258,7 +257,7 @@ def labelled(pages: Mapping[str, str]) -> str:
 
 
 _fronts: list[Front] = []
-"""The front of this process: Ray asks a function for the application, not the object."""
+"""The last one is this process's front: Ray takes a function that returns the application, not the application itself."""
 
 
 def _front() -> Front:
@@ -279,7 +278,7 @@ def application(arguments: Mapping[str, Any]) -> Any:
     Parameters
     ----------
     arguments : mapping
-        Fields of `LoadOptions`, `ServeOptions` and `ReplicaOptions` by name; values may be texts, as ``serve run`` passes them.
+        Fields of `LoadOptions`, `ServeOptions` and `ReplicaOptions` by name; values may be strings, as from ``serve run``.
     """
     kinds = {"loading": LoadOptions, "options": ServeOptions, "replicas": ReplicaOptions}
     known = {option.name: (group, option) for group, kind in kinds.items() for option in options_in(kind) if option.has_text}
@@ -291,7 +290,7 @@ def application(arguments: Mapping[str, Any]) -> Any:
         given[group][name] = option.read(value) if isinstance(value, str) else value
     replicas = ReplicaOptions(**{**given["replicas"], "ray": True})
     settings = ServeOptions(**given["options"])
-    given["options"]["slot_tokens"] = settings.slot_tokens or LEAST_TOKENS  # the same for all, whatever memory each finds
+    given["options"]["slot_tokens"] = settings.slot_tokens or LEAST_TOKENS  # the same for all, whatever memory they find
     LoadOptions(**given["loading"])  # refuse wrong options here, not in a remote process
     scaled: dict[str, Any] = {"num_replicas": replicas.replicas}
     if replicas.max_replicas is not None and replicas.max_replicas > replicas.replicas:
@@ -318,7 +317,7 @@ def application(arguments: Mapping[str, Any]) -> Any:
 
 
 def _until_signalled() -> None:
-    """Wait for SIGTERM or Ctrl-C."""
+    """Block until SIGTERM or Ctrl-C."""
     signalled = threading.Event()
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, lambda *_: signalled.set())
@@ -327,7 +326,7 @@ def _until_signalled() -> None:
 
 
 def run_replicas(arguments: Mapping[str, Any], options: ServeOptions, replicas: ReplicaOptions, announce: Any) -> None:
-    """Serve until a signal, on the present cluster or on a new one."""
+    """Serve until a signal, on this machine's cluster or on a new one."""
     app = application(arguments)
     room = {"cpus": replicas.replica_cpus, "gpus": replicas.replica_gpus}
     with cluster_with_room("replica", replicas.replicas, **room), ExitStack() as at_the_end:
@@ -336,4 +335,4 @@ def run_replicas(arguments: Mapping[str, Any], options: ServeOptions, replicas: 
         serve.run(app, name=_NAME, blocking=False)
         announce(f"http://{host_and_port(options.host, options.port)}")
         _until_signalled()
-        serve.delete(_NAME)  # lets running answers finish; the shutdown alone would cut them off
+        serve.delete(_NAME)  # waits for running answers; shutdown alone would cut them off

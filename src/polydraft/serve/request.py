@@ -1,4 +1,4 @@
-"""Requests in the scheduler: their sequences, events and slots, and how tensor-parallel processes share them."""
+"""Requests in the scheduler: sequences, events, the queue for slots, and how tensor-parallel processes share them."""
 
 import asyncio
 import time
@@ -23,10 +23,10 @@ class Progress:
     """What one round added to one sequence of a request."""
 
     index: int
-    """Which sequence."""
+    """Which sequence of the request."""
     emitted: Emitted
     error: Exception | None = None
-    """Why the sequence failed, if it did."""
+    """Why the sequence failed, or None."""
 
 
 @dataclass(eq=False)
@@ -41,13 +41,13 @@ class Request:
     speculative: str = AUTO
     """``"auto"``, ``"off"``, or a tree."""
     loop: asyncio.AbstractEventLoop | None = None
-    """Event loop of the handler; None if nobody listens."""
+    """Event loop of the handler, or None without one."""
     constrained: bool = False
     """Whether its sequences follow a grammar."""
     predicted: bool = False
-    """Whether it says what it expects its texts to be."""
+    """Whether it has a prediction."""
     parsers: Sequence[Parser] = ()
-    """What takes the text of each sequence apart, where it may have parts."""
+    """A parser for the text of each sequence; empty if texts are nothing but content."""
     arrived: float = field(default_factory=time.perf_counter)
     admitted: dict[int, float] = field(default_factory=dict)
     """When each sequence got its slot."""
@@ -55,14 +55,15 @@ class Request:
     """When each sequence got its last tokens."""
     cancelled: bool = False
     client: str = ""
-    """Who takes turns with others: an API key's digest, or an address."""
+    """Digest of the API key, or address. Clients take turns for slots."""
     _events: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
 
     @property
     def lane(self) -> str:
-        """Name of the lane that it needs.
+        """Name of the lane that this request needs.
 
-        A grammar's masks come from the host, and would keep rounds from being captured; a prediction makes them larger.
+        Grammars and predictions have their own: masks of a grammar come from the host, which rules out captures, and
+        predictions make rounds larger.
         """
         return self.speculative + (_GRAMMAR if self.constrained else "") + (_PREDICTION if self.predicted else "")
 
@@ -76,16 +77,15 @@ class Request:
 
 
 class SlotQueue:
-    """Sequences that wait for slots. The next slot goes to the client that holds the fewest, to its request that does.
+    """Sequences that wait for slots.
 
-    So a client of many requests yields the next free slot to one that has none, and a request of many sequences to another
-    request, but each keeps at least one. Ties go to the request that has waited longest since it arrived, or since its last
-    turn.
+    The next slot goes to the client that holds the fewest slots, and among its requests to the one that holds the fewest. Ties
+    go to the request that has waited longest since it arrived or had its last turn.
     """
 
     def __init__(self) -> None:
         self._waiting: dict[Request, list[int]] = {}
-        """Indices of waiting sequences, by request; requests in the order of their turns."""
+        """Indices of waiting sequences, by request, in the order of their turns."""
 
     def __len__(self) -> int:
         return sum(map(len, self._waiting.values()))
@@ -95,7 +95,7 @@ class SlotQueue:
         self._waiting[request] = list(range(len(request.sequences)))
 
     def next(self, held: Mapping[Request, int]) -> tuple[Request, int]:
-        """Take the next sequence out, given how many slots each request holds."""
+        """Remove and return the next sequence, given how many slots each request holds."""
         by_client = Counter[str]()
         for request, slots in held.items():
             by_client[request.client] += slots
@@ -106,29 +106,29 @@ class SlotQueue:
         return request, index
 
     def remove(self, request: Request) -> list[tuple[Request, int]]:
-        """Take all sequences of a request out."""
+        """Remove and return all sequences of a request."""
         return [(request, index) for index in self._waiting.pop(request, ())]
 
     def clear(self) -> list[tuple[Request, int]]:
-        """Take everything out."""
+        """Remove and return everything."""
         return [pair for request in tuple(self._waiting) for pair in self.remove(request)]
 
 
 _CARRIED = [one.name for one in fields(TokenSequence) if one.init and one.name not in ("row", "generator", "assembler")]
-"""Fields of a sequence that can be sent as they are."""
+"""Fields of a sequence that are sent to other processes unchanged."""
 
 
 class Lockstep:
-    """Keep the schedulers of tensor-parallel processes in lockstep: requests arrive and leave between the same two rounds.
+    """Keep tensor-parallel schedulers in lockstep: in all processes, requests arrive and leave between the same two rounds.
 
-    Everything else follows: every process admits the same sequences to the same slots, drafts and verifies with the same random
-    numbers, and computes its slices of the same passes.
+    That is all they must agree on. From there, every process admits the same sequences to the same slots, draws the same random
+    numbers, and computes its slice of the same passes.
 
     Parameters
     ----------
     decoder : Decoder
     leads : bool
-        Whether requests come to this process.
+        Whether this is the process that receives requests.
     broadcast : callable
         Returns the leader's argument in every process.
     """
@@ -136,12 +136,12 @@ class Lockstep:
     def __init__(self, decoder: Decoder, *, leads: bool, broadcast: Callable[[Any], Any] = agreed) -> None:
         self._decoder, self.leads, self._broadcast, self._last = decoder, leads, broadcast, 0
         self._requests: dict[int, Request] = {}
-        """By numbers that all processes share."""
+        """By numbers that all processes know."""
 
     def agree(
         self, arrived: list[Request], cancelled: list[Request], stopping: bool, unfinished: Container[Request]
     ) -> tuple[list[Request], list[Request], bool]:
-        """Return the leader's arguments in every process: who arrived, who cancelled, and whether to stop."""
+        """Return the leader's arguments in every process: new requests, cancelled ones, and whether to stop."""
         self._requests = {
             number: request for number, request in self._requests.items() if request in unfinished or request in cancelled
         }

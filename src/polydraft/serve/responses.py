@@ -1,4 +1,4 @@
-"""The JSON of responses: complete answers, chunks of streams, log-probabilities."""
+"""The JSON of answers: complete ones, chunks of streams, log-probabilities."""
 
 import secrets
 import time
@@ -22,7 +22,7 @@ _FINISH = {StopReason.EOS: "stop", StopReason.STOP: "stop", StopReason.LENGTH: "
 
 
 class ResponseBuilder:
-    """Build the response to one request.
+    """Build the answer to one request.
 
     Parameters
     ----------
@@ -36,7 +36,7 @@ class ResponseBuilder:
     """
 
     last = b"data: [DONE]\n\n"
-    """What follows the events of a stream."""
+    """Ends a stream, after its events."""
 
     def __init__(
         self, wanted: CompletionRequest, request: Request, *, model: str, token_texts: TokenTexts, drafts: bool
@@ -48,14 +48,14 @@ class ResponseBuilder:
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in self._sequences]
         self._parsers = request.parsers
         self._pieces: list[list[Piece]] = [[] for _ in self._sequences]
-        """What the last event told of each answer, for chunks, or all events, for the complete answer."""
-        self._told = [0] * len(self._sequences)
-        """Characters of the tokens told so far, of texts whose log-probabilities are."""
+        """Pieces of each answer: of the last round for streams, of all rounds for complete answers."""
+        self._offsets = [0] * len(self._sequences)
+        """Characters of each text reported so far, for offsets beside log-probabilities."""
         self._unechoed = set(range(len(self._sequences))) if wanted.echo else set()
-        """Texts whose prompts are to be told."""
+        """Texts whose prompts have not been echoed yet."""
 
     def add(self, progress: Progress) -> None:
-        """Keep what the answer needs of an event."""
+        """Record an event."""
         self._logprobs[progress.index] += progress.emitted.logprobs
         if self._parsers:
             text, last = "".join(progress.emitted.pieces), progress.emitted.stop_reason is not None
@@ -64,7 +64,7 @@ class ResponseBuilder:
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens of prompts and answers; a prompt counts once, however many texts it gets."""
+        """Tokens of prompts and answers; a prompt counts once, even for several texts."""
         read = sum(len(sequence.prompt) for sequence in self._sequences[:: self._wanted.n])
         written = sum(len(sequence.new_tokens) for sequence in self._sequences)
         cached = sum(sequence.cached for sequence in self._sequences[:: self._wanted.n])
@@ -82,7 +82,7 @@ class ResponseBuilder:
         """Return the complete answer."""
         choices = []
         for index, sequence in enumerate(self._sequences):
-            text, logprobs = self._tell(index, sequence.assembler.text, sequence.new_tokens, self._logprobs[index])
+            text, logprobs = self._reported(index, sequence.assembler.text, sequence.new_tokens, self._logprobs[index])
             parts = self._parts(index) if self._parsers else {"content": text}
             body = {"message": {"role": "assistant", "content": None, **parts}} if self._wanted.chat else {"text": text}
             choices.append({"index": index, **body, "logprobs": logprobs, **self._end(index)})
@@ -96,9 +96,9 @@ class ResponseBuilder:
         return [self._chunk({"index": index, "delta": delta}) for index in range(len(self._sequences))]
 
     def events(self, progress: Progress) -> list[dict[str, Any]]:
-        """Return the events of a stream that tell of what a round brought."""
+        """Return the events of a stream for what one round added."""
         emitted = progress.emitted
-        text, logprobs = self._tell(progress.index, "".join(emitted.pieces), emitted.token_ids, emitted.logprobs)
+        text, logprobs = self._reported(progress.index, "".join(emitted.pieces), emitted.token_ids, emitted.logprobs)
         choice: dict[str, Any] = {"index": progress.index}
         delta = self._parts(progress.index) if self._parsers else {"content": text}
         choice |= {"delta": delta} if self._wanted.chat else {"text": text}
@@ -118,7 +118,7 @@ class ResponseBuilder:
         return [{**self._chunk_head, "choices": [], "usage": self.usage}] if self._wanted.include_usage else []
 
     def failure(self, error: BaseException) -> dict[str, Any]:
-        """Return the event that ends a stream that failed."""
+        """Return the event that ends a failed stream."""
         return error_object(error)
 
     def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class ResponseBuilder:
         return {**self._head, "object": "chat.completion.chunk" if self._wanted.chat else "text_completion"}
 
     def _parts(self, index: int) -> dict[str, Any]:
-        """Return the pieces of an answer as the API has them, in a message or in a delta."""
+        """Return the pieces of an answer in the API's format, for a message or a delta."""
         parts: dict[str, Any] = {}
         calls: dict[int, dict[str, Any]] = {}
         for piece in self._pieces[index]:
@@ -154,7 +154,7 @@ class ResponseBuilder:
         return {"finish_reason": reason, "speculation": self._speculation(sequence)}
 
     def _speculation(self, sequence: TokenSequence) -> dict[str, Any]:
-        """Report what drafting did for a sequence."""
+        """Return statistics of speculation for a sequence."""
         counts = sequence.speculation
         return {
             "mean_acceptance_length": round(counts.mean_acceptance_length, 4),
@@ -173,17 +173,17 @@ class ResponseBuilder:
             return "this server has no draft"
         return sequence.speculation.rested_because or REST_REASON
 
-    def _tell(
+    def _reported(
         self, index: int, text: str, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]
     ) -> tuple[str, dict[str, Any] | None]:
-        """Return what to tell of a text, and its log-probabilities; the first time after its prompt, if that is to be told."""
+        """Return the new text and its log-probabilities, preceded by the prompt if it is still to be echoed."""
         if index in self._unechoed:
             self._unechoed.remove(index)
             sequence = self._sequences[index]
             sent = self._wanted.prompts[index // self._wanted.n]
             prompt = sent if isinstance(sent, str) else self._token_texts.decoded(sequence.prompt)
-            # What the tokenizer adds to a text stands before it, and has no place in it.
-            self._told[index] = len(prompt) - sum(self._token_texts.length(token) for token in sequence.prompt)
+            # Tokens that the tokenizer puts before a text have negative offsets, which are reported as 0.
+            self._offsets[index] = len(prompt) - sum(self._token_texts.length(token) for token in sequence.prompt)
             text, tokens = prompt + text, sequence.tokens[: len(sequence.prompt) + len(tokens)]
             logprobs = [None, *sequence.prompt_logprobs, *logprobs]
         return text, self._logprob_object(index, tokens, logprobs)
@@ -191,19 +191,19 @@ class ResponseBuilder:
     def _logprob_object(
         self, index: int, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None]
     ) -> dict[str, Any] | None:
-        """Return log-probabilities in the format of chats or of completions."""
+        """Return log-probabilities in the format of chats or of completions; None if they were not requested."""
         if self._wanted.top_logprobs is None:
             return None
         if self._wanted.chat:
             content = []
             for token, one in zip(tokens, logprobs, strict=True):
-                assert one is not None, "a chat tells no prompt"
+                assert one is not None, "chats do not echo prompts"
                 top = [self._entry(*pair) for pair in one.top]
                 content.append({**self._entry(token, one.logprob), "top_logprobs": top})
             return {"content": content, "refusal": None}
         lengths = [self._token_texts.length(token) for token in tokens]
-        ends = list(accumulate(lengths, initial=self._told[index]))
-        self._told[index] = ends.pop()
+        ends = list(accumulate(lengths, initial=self._offsets[index]))
+        self._offsets[index] = ends.pop()
         return {
             "tokens": [self._token_texts(token)[0] for token in tokens],
             "token_logprobs": [None if one is None else one.logprob for one in logprobs],
@@ -212,7 +212,7 @@ class ResponseBuilder:
         }
 
     def _by_text(self, top: Sequence[tuple[int, float]]) -> dict[str, float]:
-        """Return log-probabilities by text, as completions have them; of tokens with equal text the likeliest counts."""
+        """Return log-probabilities by text, as in completions; of tokens with the same text, the likeliest counts."""
         found: dict[str, float] = {}
         for token, value in top:
             found.setdefault(self._token_texts(token)[0], value)
@@ -224,5 +224,5 @@ class ResponseBuilder:
 
 
 def call_id() -> str:
-    """Return a new id of a call, of nine characters: Mistral's templates take no other ids."""
+    """Return a new id of a call. It has nine characters, because Mistral's templates accept no other ids."""
     return secrets.token_hex(5)[:9]

@@ -1,4 +1,4 @@
-"""The scheduler: one thread that computes. Requests come in from event loops, and tokens go back to them."""
+"""The scheduler: one thread that computes. Requests come from event loops, and their tokens go back there."""
 
 import logging
 import threading
@@ -20,13 +20,14 @@ from polydraft.models.blocks import Pool
 from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import SamplingParams
 from polydraft.serve.errors import RequestError
-from polydraft.serve.lane import Lane, LaneOptions, check_pool, most_places, with_speculation
+from polydraft.serve.lane import Lane, LaneOptions, most_places, with_speculation
+from polydraft.serve.memory import reserve
 from polydraft.serve.request import AUTO, OFF, Lockstep, Progress, Request
 
 _LOGGER = logging.getLogger("polydraft.serve")
 _MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
 _HEARTBEAT_SECONDS = 60.0
-"""An idle leader calls its followers this often: their collective would time out."""
+"""How often an idle leader calls its followers, whose collective would time out otherwise."""
 
 Events = list[tuple[Request, Progress]]
 Observer = Callable[[Request, Progress], None]
@@ -35,30 +36,30 @@ Observer = Callable[[Request, Progress], None]
 class Scheduler:
     """Run requests that come and go; one thread computes, any thread may submit.
 
-    Requests that leave drafting to the server have a lane of their own. All others (with a grammar, with a prediction, without
-    speculation, with their own tree) share the slots of a second lane, which drafts in one way at a time: the ways take turns,
-    first come, first served.
+    Requests that leave drafting to the server run in the first lane. All others (with a grammar, a prediction, a tree of their
+    own, or without speculation) share the second lane, which drafts in one way at a time: the ways take turns, first come,
+    first served.
 
     Parameters
     ----------
     decoder : Decoder
     options : LaneOptions
     other_slots : int, optional
-        Slots of the second lane; as many as the first has if not given.
+        Slots of the second lane, by default as many as the first has.
     own_trees : bool
-        Whether to reserve memory for the candidates of requests' own trees.
+        Whether requests may choose trees of their own, for which memory is then reserved.
     max_queue : int
-        Most sequences that wait for a slot.
+        Most sequences that may wait for a slot.
     observer : callable, optional
         Called with every event, in the scheduler's thread.
     warm_up : sequence of SamplingParams
-        Rehearse rounds with these before the first request.
+        Sampling parameters to rehearse rounds with before the first request.
     lockstep : Lockstep, optional
-        Of tensor-parallel processes.
+        Keeps tensor-parallel processes in step.
     prefixes : Prefixes, optional
-        Beginnings of texts that both lanes share.
+        Cache of text beginnings, shared by both lanes.
     pool : Pool, optional
-        Where the texts of both lanes take memory as they grow; each slot has all of its own if not given.
+        Memory that the texts of both lanes take blocks from; without it, each slot has memory for the longest text.
     """
 
     def __init__(
@@ -82,15 +83,15 @@ class Scheduler:
         self._own_trees = own_trees
         self.prefixes, self.pool = prefixes, pool
         self.lanes = {AUTO: Lane(decoder, options, prefixes=prefixes, pool=pool)}
-        """The first lane, and the second as it drafts now."""
+        """Lanes by name: the first, and the second under the name of its current way of drafting."""
         self._second_queue: deque[Request] = deque()
-        """Requests that wait for the second lane's turn."""
+        """Requests that wait for the second lane to draft in their way."""
         self._changed = threading.Condition()
-        """Guards everything down to `_stopping`."""
+        """Guards the attributes down to `_stopping`."""
         self._arrived: deque[Request] = deque()
         self._cancelled: deque[Request] = deque()
         self._unfinished: dict[Request, int] = {}
-        """How many sequences of each request have not ended."""
+        """Unfinished sequences of each request."""
         self._draining, self._stopping = False, False
         self._round_seconds = 0.0
         self._thread = threading.Thread(target=self._run, name="polydraft-engine", daemon=True)
@@ -111,7 +112,7 @@ class Scheduler:
 
     @property
     def ready(self) -> bool:
-        """Whether requests are accepted and answered."""
+        """Whether requests are accepted and answered; not during warm-up, nor while draining."""
         return self.alive and not self._draining and not self._cold
 
     def reserve(self) -> None:
@@ -120,13 +121,11 @@ class Scheduler:
         Raises
         ------
         FailureError
-            If there is too little.
+            If there is too little memory.
         """
         try:
-            self._switch_second_lane(Request((), constrained=True))  # the way of drafting that needs the most
-            for lane in self.lanes.values():
-                lane.reserve()
-            check_pool(self.pool, self.lanes.values())
+            self._switch_second_lane(Request((), constrained=True))  # this way of drafting needs the most memory
+            reserve(self.lanes.values(), self.pool)
         except Exception as error:
             if not _is_about_memory(error):
                 raise
@@ -137,12 +136,12 @@ class Scheduler:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes for keys and values: the pool's, and those of slots that have all of theirs."""
+        """Bytes reserved for keys and values: the pool, and what slots hold outside it."""
         return sum(lane.cache_bytes for lane in tuple(self.lanes.values())) + (0 if self.pool is None else self.pool.size)
 
     @property
     def cache_usage(self) -> float:
-        """Part of that memory that is in use: of the pool, or of the slots' tokens where slots have all of theirs."""
+        """Fraction of that memory in use: of the pool, or without one, of the tokens that the slots have room for."""
         if self.pool is not None and self.pool.used:
             return self.pool.usage
         slots = self.options.slots + self._second_options.slots
@@ -150,12 +149,12 @@ class Scheduler:
 
     @property
     def put_back(self) -> int:
-        """How often a text had to give its memory up for others."""
+        """How often a text gave up its memory for others."""
         return 0 if self.pool is None else self.pool.put_back
 
     @property
     def prefix_bytes(self) -> int:
-        """Bytes of beginnings that are kept."""
+        """Bytes of the cached text beginnings."""
         return 0 if self.prefixes is None else self.prefixes.nbytes
 
     @property
@@ -191,7 +190,7 @@ class Scheduler:
             self._changed.notify()
 
     def cancel(self, request: Request) -> None:
-        """Free a request's slots after the round that is running; finished requests are ignored."""
+        """Free a request's slots after the current round; finished requests are ignored."""
         with self._changed:
             if request in self._unfinished and not request.cancelled:
                 request.cancelled = True
@@ -199,12 +198,12 @@ class Scheduler:
                 self._changed.notify()
 
     def retry_after(self) -> int:
-        """Estimate after how many seconds a slot may be free."""
+        """Estimate in how many seconds a slot may be free."""
         longest = max((one.max_new_tokens for request in self._unfinished.copy() for one in request.sequences), default=0)
         return min(max(int(longest * self._round_seconds / 2), 1), 60)
 
     def drain(self, seconds: float) -> None:
-        """Accept no more requests, give running ones some time, end the rest with an error, and stop the thread."""
+        """Refuse new requests, let running ones finish within some seconds, fail the rest, and stop the thread."""
         with self._changed:
             self._draining = True
             self._changed.notify()
@@ -224,7 +223,7 @@ class Scheduler:
                     start = time.perf_counter()
                     try:
                         events = lane.step(any(one.running for one in self.lanes.values() if one is not lane))
-                    except Exception as error:  # whatever it was, only the sequences that were running fail
+                    except Exception as error:  # whatever it is, it fails only the running sequences
                         events = self._fail_running(lane, error)
                     self._round_seconds = 0.9 * self._round_seconds + 0.1 * (time.perf_counter() - start)
                     self._publish(events)
@@ -235,16 +234,16 @@ class Scheduler:
     def _warm_up(self) -> None:
         start, lane = time.perf_counter(), self.lanes[AUTO]
         try:
-            # Processes in lockstep all finish it.
+            # Processes in lockstep must all run the same rounds, so they finish warming up.
             lane.warm_up(self._rehearsed, lambda: self._draining and self.lockstep is None)
-        except Exception as error:  # requests will meet the same error, and report it
+        except Exception as error:  # requests will run into the same error, and report it
             _LOGGER.error("warming up failed: %s: %s", type(error).__name__, error)
             lane.reset()
         _LOGGER.info("warmed up in %.1f seconds", time.perf_counter() - start)
         self._cold = False
 
     def _take_in(self) -> bool:
-        """Wait for work, queue what arrived, and drop what was cancelled; return whether to go on."""
+        """Wait for work, queue new requests, and drop cancelled ones; return whether to go on."""
         lockstep = self.lockstep
         with self._changed:
             if lockstep is None or lockstep.leads:
@@ -282,19 +281,19 @@ class Scheduler:
         for lane in tuple(self.lanes.values()):
             try:
                 lane.cancel(request)
-            except Exception as error:  # the device, most likely: no sequence of this lane can go on
+            except Exception as error:  # most likely the device failed: no sequence of this lane can go on
                 self._publish(self._fail_running(lane, error))
         with self._changed:
             self._unfinished.pop(request, None)
             self._changed.notify_all()
 
     def _lane_name(self, request: Request) -> str:
-        """Return which lane a request needs; a server without a draft is always "off"."""
+        """Return the name of the lane that a request needs; without a draft, the first lane serves "off", too."""
         plain = request.speculative == OFF and isinstance(self.decoder.drafter, Plain)
         return request.lane.replace(OFF, AUTO) if plain else request.lane
 
     def _serve_second_queue(self) -> None:
-        """Move requests into the second lane in order; one that drafts in another way waits until the lane is idle."""
+        """Move requests into the second lane, in order. One that drafts in another way waits until the lane is idle."""
         while self._second_queue:
             request = self._second_queue[0]
             name = self._lane_name(request)
@@ -309,7 +308,7 @@ class Scheduler:
             self._second_queue.popleft()
 
     def _switch_second_lane(self, request: Request) -> None:
-        """Let the second lane draft as a request asks, in the same memory."""
+        """Replace the second lane by one that drafts as a request needs, in the same memory."""
         decoder = with_speculation(self.decoder, request.speculative)
         if request.predicted:
             decoder = decoder.replace(drafter=with_prediction(decoder.drafter), walk="auto")
@@ -324,14 +323,14 @@ class Scheduler:
         return most_places(self.decoder, self._second_options.slots, own_trees=self._own_trees)
 
     def _fail_running(self, lane: Lane, error: Exception) -> Events:
-        """Drop what was running in a lane; waiting sequences go on in wiped memory."""
+        """Fail all running sequences of a lane; waiting ones will run in wiped memory."""
         _LOGGER.error("a round failed: %s: %s", type(error).__name__, error, exc_info=error)
         if self.prefixes is not None:
-            self.prefixes.clear()  # for their memory, or because nobody knows what became of them
+            self.prefixes.clear()  # to free memory, and because the failed round may have left garbage in them
         return _failed(lane.reset(), RequestError("out_of_memory" if _is_about_memory(error) else "round_failed"))
 
     def _publish(self, events: Events) -> None:
-        """Hand events to the observer and to the requests' event loops, with one call per loop."""
+        """Pass events to the observer and to the requests' event loops, in one call per loop."""
         with self._changed:
             current = [(request, progress) for request, progress in events if request in self._unfinished]
             for request, progress in current:
@@ -346,7 +345,7 @@ class Scheduler:
         for loop in {request.loop for request, _ in current if request.loop is not None}:
             try:
                 loop.call_soon_threadsafe(_deliver, [pair for pair in current if pair[0].loop is loop])
-            except RuntimeError:  # the loop is closed: nobody listens any more
+            except RuntimeError:  # the loop is closed, so nobody is listening
                 _LOGGER.debug("an event loop was closed before its answers were complete")
 
 
@@ -364,7 +363,7 @@ def _deliver(events: Events) -> None:
 
 
 def _failed(sequences: Iterable[tuple[Request, int]], error: Exception) -> Events:
-    """Return the events of sequences that have failed."""
+    """Return the events that end failed sequences."""
     return [
         (request, Progress(index, Emitted(request.sequences[index].row, [], [], [], StopReason.FAILED), error))
         for request, index in sequences

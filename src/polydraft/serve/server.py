@@ -1,6 +1,6 @@
-"""The HTTP server: a limited number of connections, deadlines for slow clients, and an orderly shutdown.
+"""The HTTP server: a limit on connections, deadlines for slow clients, and an orderly shutdown.
 
-Nothing here imports torch, so that the command finds a port in use before it loads anything.
+This module does not import torch, so that the command finds a port in use before it loads anything.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("polydraft.serve")
 _MOST_CONNECTIONS = 4096
 _PAUSE_SECONDS = 1.0
-"""Between two attempts to accept connections when the system refuses them."""
+"""Pause before accepting connections again, if the system refuses them."""
 _QUIET_SECONDS = 60.0
-"""Between two identical lines of the log."""
+"""Least time between two identical warnings in the log."""
 _FLUSH_SECONDS = 5
-"""For the last bytes to go out after the last token."""
+"""Time for the last bytes to be sent after the last token."""
 _KEEP_ALIVE_SECONDS = 75
-"""Longer than clients and proxies keep idle connections (5 to 60 seconds), so that they are the ones to close them. A server
-that closes first may do so while a request is on its way, and the client sees that request fail."""
+"""Longer than clients and proxies keep idle connections (5 to 60 seconds), so that they close them first. A server that closes
+first may do so while a request is on its way, and that request fails."""
 
 Announce = Callable[[str], None]
 
@@ -48,8 +48,8 @@ def listen(options: ServeOptions) -> socket.socket:
         where = host_and_port(options.host, options.port)
         reason = (error.strerror or str(error)).partition(" (while")[0]  # Python repeats the address
         raise FailureError(f"cannot listen on {where} ({reason}); choose another --port or --host") from None
-    # Accepted connections inherit TCP_NODELAY. asyncio sets it too, but not where a socket was made without naming its
-    # protocol; without it the body of an answer waits 40 ms until the client has acknowledged the head.
+    # Accepted connections inherit TCP_NODELAY. Without it, an answer's body waits 40 ms until the client has acknowledged the
+    # head. asyncio sets it as well, but only on sockets that were created with an explicit protocol.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listening
 
@@ -60,22 +60,22 @@ class Connection(H11Protocol):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.since = time.monotonic()
-        """When it began to wait for the client: to send a request, or to read an answer."""
+        """When it began to wait for the client to send a request or to read an answer."""
         self._expecting, self._unsent = True, 0
-        """Whether a request is due: the first of a new connection, or one that has begun to arrive."""
+        """Whether the deadline for a request runs: on a new connection, or once a request has begun to arrive."""
 
     @property
     def busy(self) -> bool:
-        """Whether a request's head has arrived, and its answer is not complete."""
+        """Whether a request's head has arrived and its answer is incomplete."""
         return self.cycle is not None and not self.cycle.response_complete and not self.transport.is_closing()
 
     @property
     def evictable(self) -> bool:
-        """Whether it may be closed to make room: nothing is computed for it yet."""
+        """Whether it may be closed to make room for another: nothing is being computed for it."""
         return not self.transport.is_closing() and (not self.busy or self.cycle.more_body)
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes in; the deadline of a head runs from its first byte."""
+        """Receive bytes; the deadline for a request's head starts at its first byte."""
         super().data_received(data)
         expecting = not self.busy
         if expecting and not self._expecting:
@@ -83,16 +83,16 @@ class Connection(H11Protocol):
         self._expecting = expecting
 
     def on_response_complete(self) -> None:
-        """Wait for the client again."""
+        """Note the time: the connection waits for the client again."""
         self.since = time.monotonic()
         super().on_response_complete()
 
     def is_overdue(self, now: float, seconds: float) -> bool:
-        """Whether a request's head is incomplete, or an answer unread, for too long; bodies have their own deadline."""
+        """Whether a request's head has been incomplete, or an answer unread, for too long; bodies have their own deadline."""
         if self.busy:
             return False
         unsent = self.transport.get_write_buffer_size()
-        if unsent != self._unsent:  # nothing is added any more, so the client is reading
+        if unsent != self._unsent:  # the answer is complete, so a change means that the client is reading
             self._unsent, self.since = unsent, now
         return (self._expecting or unsent > 0) and now - self.since > seconds
 
@@ -100,16 +100,17 @@ class Connection(H11Protocol):
 class Listener:
     """Accept connections up to a limit, and close those whose clients take too long.
 
-    At the limit, a new connection replaces those that have waited longest for their clients: idle connections lock nobody out.
+    At the limit, a new connection replaces those that have waited longest for their clients, so idle connections lock no one
+    out.
 
     Parameters
     ----------
     listening : socket
-        As `listen` returns it.
+        What `listen` returned.
     make : callable
-        Makes a connection.
+        Returns a new connection.
     connections : set of Connection
-        Open ones.
+        All open connections.
     seconds : float
         How long a client may take.
     """
@@ -133,7 +134,7 @@ class Listener:
                 await loop.connect_accepted_socket(self._make, accepted)
             except ConnectionError:  # the client has left already
                 continue
-            except Exception as error:  # too many open files, most often; one bad connection must not stop the server
+            except Exception as error:  # usually too many open files; the server must go on
                 self._warn(f"cannot accept connections ({error}); trying again every {_PAUSE_SECONDS:g} seconds")
                 await asyncio.sleep(_PAUSE_SECONDS)
 
@@ -144,14 +145,14 @@ class Listener:
             now = time.monotonic()
             overdue = [one for one in self._connections if one.is_overdue(now, self._seconds)]
             for one in overdue:
-                one.transport.abort()  # closing would wait until the client has read the rest
+                one.transport.abort()  # close() would wait until the client has read the rest
             if overdue:
                 _LOGGER.info(
                     "closed %d connections: no request, or an answer unread, for %g seconds", len(overdue), self._seconds
                 )
 
     def _evict(self) -> None:
-        """Close the connections that have waited longest, several at a time: the search is slow.
+        """Close the connections that have waited longest, several at once because the search is slow.
 
         If none can be closed, uvicorn answers the new one with a 503.
         """
@@ -161,7 +162,7 @@ class Listener:
         self._warn(f"all {self._most} connections are taken; new ones replace idle ones")
 
     def _warn(self, text: str) -> None:
-        """Log a warning, unless the same one was logged a short while ago."""
+        """Log a warning, unless the same one was logged recently."""
         now = time.monotonic()
         if now - self._warned.get(text, -_QUIET_SECONDS) >= _QUIET_SECONDS:
             self._warned[text] = now
@@ -169,8 +170,8 @@ class Listener:
 
 
 def most_connections() -> int:
-    """Return how many connections may be open: at most half of the files that this process may open."""
-    if sys.platform == "win32":  # has no such limit
+    """Return the limit on connections: at most half of the files that this process may open."""
+    if sys.platform == "win32":  # which has no such limit
         return _MOST_CONNECTIONS
     import resource
 
@@ -179,20 +180,20 @@ def most_connections() -> int:
 
 
 class Server(uvicorn.Server):
-    """Serve until a signal, or `drain`; then finish what is running.
+    """Serve until a signal or `drain`, then finish the running requests.
 
-    While it drains, new requests get a 503. A second signal stops it after the round that is running: unfinished answers end
+    While draining, new requests get a 503. A second signal stops the server after the current round, and unfinished answers end
     with an error.
 
     Parameters
     ----------
     app : ASGI application
-        Of the service.
+        The application of the service.
     service : Service
     listening : socket
-        As `listen` returns it.
+        What `listen` returned.
     announce : callable
-        Gets the address once connections are accepted.
+        Called with the address once connections are accepted.
     """
 
     def __init__(self, app: ASGIApp, service: "Service", listening: socket.socket, announce: Announce) -> None:
@@ -210,17 +211,13 @@ class Server(uvicorn.Server):
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             )
         )
-        self._scheduler, self._options, self._listening, self._announce = (
-            service.scheduler,
-            service.options,
-            listening,
-            announce,
-        )
+        self._scheduler, self._options = service.scheduler, service.options
+        self._listening, self._announce = listening, announce
         self._draining = self._hurrying = False
         self._tasks: list[asyncio.Task[None]] = []
 
     def serve_until_drained(self) -> None:
-        """Serve, and return when everything has ended."""
+        """Serve, and return once all requests have ended."""
         self._scheduler.start()
         if not self._scheduler.ready:
             _LOGGER.info("warming up; /ready says when requests are answered")
@@ -232,7 +229,7 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept connections, and announce the address."""
-        await super().startup([])  # without sockets: asyncio's accept has no limit, and floods the log when files run out
+        await super().startup([])  # without sockets: asyncio's own accept has no limit, and floods the log when files run out
         connections = cast(set[Connection], self.server_state.connections)
         listener = Listener(self._listening, self._connection, connections, self._options.client_seconds)
         self._tasks = [asyncio.create_task(listener.accept()), asyncio.create_task(listener.close_overdue())]
@@ -242,27 +239,27 @@ class Server(uvicorn.Server):
         return Connection(self.config, self.server_state, self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept no more connections, and close the open ones."""
+        """Stop accepting connections, and close the open ones."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain at the first signal, end unfinished answers at the second, and exit without a word at the third."""
+        """Drain at the first signal, end unfinished answers at the second, and exit at once at the third."""
         if not self._draining:
             self.drain()
         elif not (self._hurrying or self.should_exit):
             self._hurrying = True
-            _LOGGER.info("leaving at once: running requests end with an error")
+            _LOGGER.info("shutting down at once: running requests end with an error")
             self._drain_within(0.0)
         else:
             self.should_exit = self.force_exit = True
 
     def drain(self) -> None:
-        """Refuse new requests, finish running ones, and end."""
+        """Refuse new requests, finish running ones, and exit."""
         seconds = self._options.drain_seconds
-        _LOGGER.info("leaving: running requests have %g seconds", seconds)
+        _LOGGER.info("shutting down: running requests have %g seconds to finish", seconds)
         self._draining = True
         self._drain_within(seconds)
 

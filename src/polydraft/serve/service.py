@@ -1,4 +1,4 @@
-"""From a checked request to sequences in the scheduler, whatever brought the request."""
+"""Turn checked requests into sequences in the scheduler."""
 
 import asyncio
 import copy
@@ -22,7 +22,8 @@ from polydraft.sampling.categorical import row_seed
 from polydraft.sampling.grammar import Grammar, Grammars
 from polydraft.serve.errors import RequestError, from_library, unsupported
 from polydraft.serve.forms import ChatForms, marker_tokens
-from polydraft.serve.lane import LaneOptions, fitting_pool, fitting_prefixes, fitting_tokens, with_speculation
+from polydraft.serve.lane import LaneOptions, with_speculation
+from polydraft.serve.memory import fitting_pool, fitting_prefixes, fitting_tokens
 from polydraft.serve.metrics import Metrics
 from polydraft.serve.options import ServeOptions
 from polydraft.serve.parsing import Parser
@@ -34,7 +35,7 @@ from polydraft.serve.token_texts import TokenTexts
 from polydraft.serve.tools import grammar_of, parser_of
 
 _USUAL_CHARACTERS = 16
-"""Per token, and more than real texts have: so many characters per allowed token suffice to see that a text is too long."""
+"""Characters per token, more than in real texts: this many per allowed token suffice to see that a text is too long."""
 _USUAL_PARAMS = (SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=0))
 
 Builds = Callable[..., ResponseBuilder]
@@ -49,7 +50,7 @@ class Service:
         self.decoder, self.options = decoder, options
         self.model = options.model_name or decoder.target.name
         self.names = tuple(dict.fromkeys((self.model, *options.model_alias)))
-        """What clients may call the model; answers say the first."""
+        """Names by which clients may ask for the model; answers use the first."""
         pool = fitting_pool(decoder.target.device, options.cache_gb)
         slots = options.slots + (options.other_slots or options.slots)
         slot_tokens = options.slot_tokens or fitting_tokens(decoder, slots, pool)
@@ -59,7 +60,7 @@ class Service:
             slots=options.slots,
             slot_tokens=self.slot_tokens,
             chunk_tokens=options.chunk_tokens,
-            stall_seconds=None if is_shared() else options.stall_seconds,  # each process would measure its own
+            stall_seconds=None if is_shared() else options.stall_seconds,  # each process would measure another time
         )
         prefixes = None if options.prefix_gb == 0 else Prefixes(int((options.prefix_gb or 0) * 1e9))
         warm_up = captures(decoder.target.device) if options.warm_up is None else options.warm_up
@@ -77,19 +78,19 @@ class Service:
         )
         self.scheduler.reserve()
         if prefixes is not None and options.prefix_gb is None:
-            prefixes.most = fitting_prefixes(decoder.target.device)  # beside slots, which have their memory by now
+            prefixes.most = fitting_prefixes(decoder.target.device)  # slots have their memory by now
         self.metrics.watch(self.scheduler)
-        # Tokenizers are not thread-safe: the engine's thread, the event loop and the threads that encode have one each.
+        # Tokenizers are not thread-safe: the engine's thread, the event loop and the encoding threads each have their own.
         self._encoder = Decoder(decoder.target, tokenizer=copy.deepcopy(decoder.tokenizer))
         self._encoding = threading.Lock()
         self._forms = ChatForms.of(decoder.tokenizer)
         self._markers = marker_tokens(decoder.tokenizer, self._forms, decoder.eos_token_ids)
         self._grammars: Grammars | None = None
-        """Built at the first request for a grammar, which takes a second."""
+        """Built at the first request for a grammar; it takes a second."""
         self._token_texts = TokenTexts(copy.deepcopy(decoder.tokenizer))
         self._tokenizing = asyncio.Lock()
         self._counter: tuple[Decoder, TokenTexts] | None = None
-        """One more tokenizer, for `tokenize`; copied at its first request."""
+        """Encoder and texts of `tokenize`, whose tokenizer is copied at the first request."""
 
     def check_model(self, name: str | None) -> None:
         """Refuse requests for another model."""
@@ -99,9 +100,9 @@ class Service:
     async def submit(
         self, wanted: CompletionRequest, build: Builds = ResponseBuilder, key: str = "", address: str = ""
     ) -> tuple[Request, ResponseBuilder]:
-        """Queue a request, and make the builder of its answer.
+        """Queue a request, and return it with the builder of its answer.
 
-        Beginnings of texts are shared with requests of the same API key only. Without keys, addresses take turns for slots.
+        Beginnings of texts are shared only among requests with the same API key. Without keys, addresses take turns for slots.
         """
         self.check_model(wanted.model)
         self._check_tree(wanted.speculative)
@@ -126,7 +127,7 @@ class Service:
     async def tokenize(self, wanted: CompletionRequest) -> bytes:
         """Return the tokens of one prompt of any length, and their texts, as JSON.
 
-        One request at a time, with a tokenizer of its own: long texts hold no completion up.
+        Such requests run one at a time, with a tokenizer of their own, so that long texts delay no completion.
         """
         self.check_model(wanted.model)
         async with self._tokenizing:
@@ -147,19 +148,18 @@ class Service:
         return json.dumps(answer | {"max_model_len": self.slot_tokens}, ensure_ascii=False).encode()
 
     def _tokens(self, encoder: Decoder, wanted: CompletionRequest, most: int | None = None) -> list[list[int]]:
-        """Return the prompts as token ids; refuse those whose beginnings already have far more than `most`."""
+        """Return the prompts as token ids; refuse a prompt whose beginning already has far more than `most` tokens."""
         try:
-            texts = (
-                [self._chat_text(encoder, wanted)] if wanted.chat else [one for one in wanted.prompts if isinstance(one, str)]
-            )
+            prompts = [self._chat_text(encoder, wanted)] if wanted.chat else wanted.prompts
+            texts = [prompt for prompt in prompts if isinstance(prompt, str)]
             if most is not None and any(surely_exceeds(text, most, encoder.tokenizer) for text in texts):
                 raise self._too_long(f"more than {most}", wanted)
-            return [encoder.encode_chat(texts[0])] if wanted.chat else [encoder.encode(prompt) for prompt in wanted.prompts]
+            return [encoder.encode_chat(text) for text in texts] if wanted.chat else list(map(encoder.encode, prompts))
         except UsageError as error:
             raise from_library(error, wanted.prompt_name) from None
 
     def _chat_text(self, encoder: Decoder, wanted: CompletionRequest) -> str:
-        """Return the text of a conversation, with the tools that a model may call."""
+        """Return the text of a conversation, with its tools."""
         if wanted.tools is None:
             return encoder.chat_text(wanted.messages)
         text = encoder.chat_text(wanted.messages, wanted.tools.rendered)
@@ -171,18 +171,18 @@ class Service:
         return text
 
     def _parsers(self, wanted: CompletionRequest) -> tuple[list[Parser], Grammar | None]:
-        """Return what takes the texts of a chat apart, one each, and the grammar of forced calls."""
-        if not wanted.chat or wanted.grammar is not None or not (wanted.tools or self._forms.may_have_parts):
+        """Return a parser for each text of a chat, and the grammar of forced calls."""
+        tools = wanted.tools
+        if not wanted.chat or wanted.grammar is not None or not (tools or self._forms.may_have_parts):
             return [], None
         with self._encoding:
-            prompt = self._encoder.chat_text(wanted.messages, wanted.tools.rendered if wanted.tools else None)
+            prompt = self._encoder.chat_text(wanted.messages, tools.rendered if tools else None)
             tokens = self._encoder.tokenizer.added_tokens_encoder
-        return [parser_of(self._forms, wanted.tools, prompt) for _ in range(wanted.n)], (
-            grammar_of(self._forms, wanted.tools, prompt, tokens) if wanted.tools and wanted.tools.forced else None
-        )
+        parsers = [parser_of(self._forms, tools, prompt) for _ in range(wanted.n)]
+        return parsers, grammar_of(self._forms, tools, prompt, tokens) if tools and tools.forced else None
 
     def prepare(self, wanted: CompletionRequest, loop: asyncio.AbstractEventLoop, space: str = "") -> Request:
-        """Tokenize the prompts of a request, check what depends on the model, and make its sequences."""
+        """Tokenize the prompts of a request, check them against the model, and make its sequences."""
         if wanted.num_texts > self.options.max_choices:
             raise RequestError("too_many_texts", param="n", count=wanted.num_texts, most=self.options.max_choices)
         with self._encoding:
@@ -195,12 +195,8 @@ class Service:
         wanted = replace(wanted, params=self._with_prediction(wanted))
         texts = [prompt for prompt in prompts for _ in range(wanted.n)]
         markers = self._markers if parsers else frozenset()
-        limits = {id(prompt): self._limit(len(prompt), wanted) for prompt in prompts}
         return Request(
-            [
-                self._sequence(text, limits[id(text)], row_seed(seed, row), wanted, grammar, markers, space)
-                for row, text in enumerate(texts)
-            ],
+            [self._sequence(text, row_seed(seed, row), wanted, grammar, markers, space) for row, text in enumerate(texts)],
             wanted.speculative,
             loop,
             constrained=grammar is not None,
@@ -217,11 +213,11 @@ class Service:
             raise from_library(error, sampling_name(error) or wanted.prompt_name) from None
 
     def _with_prediction(self, wanted: CompletionRequest) -> SamplingParams:
-        """Return the sampling parameters with the tokens of the prediction, as many as could come true."""
+        """Return the sampling parameters with the tokens of the prediction, at most as many as fit into a slot."""
         if wanted.prediction is None:
             return wanted.params
         if self.scheduler.lockstep is not None:
-            raise unsupported("prediction", "where several processes share a model")
+            raise unsupported("prediction", "if several processes share a model")
         text = wanted.prediction[: _USUAL_CHARACTERS * self.slot_tokens]
         try:
             with_prediction(self.decoder.drafter)
@@ -232,7 +228,7 @@ class Service:
         return replace(read, prediction=read.predicted[: self.slot_tokens])
 
     def _limit(self, length: int, wanted: CompletionRequest) -> int:
-        """Return how many tokens a text may get: no more than fit into a slot; refuse a prompt that leaves no room."""
+        """Return how many new tokens fit into a slot and were asked for; refuse a prompt that leaves no room."""
         room = self.slot_tokens - length
         if room < 1:
             raise self._too_long(str(length), wanted)
@@ -242,10 +238,10 @@ class Service:
         return RequestError("context_length_exceeded", param=wanted.prompt_name, length=length, most=self.slot_tokens)
 
     def _compiled(self, grammar: Grammar, name: str | None) -> str:
-        """Compile a grammar; `name` is the parameter that it comes from, if it does not tell itself."""
+        """Compile a grammar; errors name the parameter `name`, by default the one for grammars of this kind."""
         name = name or ("response_format" if grammar.kind.startswith("json") else grammar.kind)
         if self.scheduler.lockstep is not None:
-            raise unsupported(name, "where several processes share a model")
+            raise unsupported(name, "if several processes share a model")
         try:
             with self._encoding:
                 if self._grammars is None:
@@ -258,7 +254,6 @@ class Service:
     def _sequence(
         self,
         prompt: list[int],
-        limit: int,
         seed: int,
         wanted: CompletionRequest,
         grammar: str | None,
@@ -271,7 +266,7 @@ class Service:
             wanted.params,
             seed=seed,
             seeded=wanted.seed is not None,
-            max_new_tokens=limit,
+            max_new_tokens=self._limit(len(prompt), wanted),
             stop=wanted.stop,
             markers=markers,
             grammar=processor,
@@ -284,9 +279,9 @@ class Service:
 
 
 def surely_exceeds(text: str, most: int, tokenizer: Any) -> bool:
-    """Whether a text has far more tokens than allowed, judged by its beginning: tokenizing a whole megabyte takes seconds.
+    """Whether a text surely has too many tokens, judged by its beginning: tokenizing a whole megabyte takes seconds.
 
-    A cut may change the last tokens before it, so only twice as many as allowed are too many.
+    A cut may change the tokens before it, so only more than twice the limit counts as too many.
     """
     size = _USUAL_CHARACTERS * most
     while size < len(text):

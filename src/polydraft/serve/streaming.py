@@ -1,4 +1,4 @@
-"""Responses to completion requests: whole or streamed, within a deadline, and only while the client reads."""
+"""Responses to completion requests, whole or streamed: they end at a deadline, or when the client stops reading."""
 
 import asyncio
 import json
@@ -20,11 +20,11 @@ _END = {"type": "http.response.body", "body": b""}
 
 
 class ClientGoneError(Exception):
-    """The client disconnected, or does not read."""
+    """The client disconnected or stopped reading."""
 
 
 class CompletionResponse:
-    """The response to one request; an ASGI application, like Starlette's own responses."""
+    """The response to one request: an ASGI application, like Starlette's own responses."""
 
     def __init__(self, service: Service, wanted: CompletionRequest, build: Builds = ResponseBuilder) -> None:
         self._service, self._options, self._wanted, self._build = service, service.options, wanted, build
@@ -54,7 +54,7 @@ class CompletionResponse:
             self._service.scheduler.cancel(self._request)
 
     async def _respond(self, scope: Scope, send: Send) -> None:
-        """Send the answer, or an error: as a response of its own, or as the last event of a stream that has begun."""
+        """Send the answer or an error. If a stream has begun, the error is its last event."""
         timeout, begun = asyncio.timeout(self._options.request_seconds), False
         try:
             async with timeout:
@@ -62,7 +62,7 @@ class CompletionResponse:
                 self._request, builder = await self._service.submit(self._wanted, self._build, key, address)
                 events = _events(self._request, builder)
                 if self._wanted.stream:
-                    first = await anext(events)  # a request that fails before its first token still gets a status
+                    first = await anext(events)  # before the status is sent, so that a request that fails by then gets its own
                     await self._start(send, b"text/event-stream", (b"cache-control", b"no-store"))
                     begun = True
                     await self._stream(send, first, events, builder)
@@ -80,9 +80,9 @@ class CompletionResponse:
             if not isinstance(error, PolydraftError):
                 _LOGGER.error("request %s failed", scope["state"]["request_id"], exc_info=error)
             if begun:
-                scope["state"]["level"] = logging.ERROR  # the status, which is already sent, says 200
+                scope["state"]["level"] = logging.ERROR  # the status was sent before, and says 200
                 self._service.metrics.failures.labels(status=status_of(error)).inc()
-                await self._send(send, _framed([builder.failure(error)]))
+                await self._send(send, framed([builder.failure(error)]))
                 await send(_END)
             else:
                 await send_error(error, send, self._headers(error))
@@ -93,14 +93,14 @@ class CompletionResponse:
         return ()
 
     async def _stream(self, send: Send, first: Progress, events: AsyncIterator[Progress], builder: ResponseBuilder) -> None:
-        await self._send(send, _framed([*builder.opening(), *builder.events(first)]))
+        await self._send(send, framed([*builder.opening(), *builder.events(first)]))
         async for progress in events:
-            await self._send(send, _framed(builder.events(progress)))
-        await self._send(send, _framed(builder.closing()) + builder.last)
+            await self._send(send, framed(builder.events(progress)))
+        await self._send(send, framed(builder.closing()) + builder.last)
         await send(_END)
 
     async def _send(self, send: Send, body: bytes, *, whole: bool = False) -> None:
-        """Send bytes; give up on a client that does not read them in time."""
+        """Send bytes; raise `ClientGoneError` if the client does not read them in time."""
         try:
             async with asyncio.timeout(self._options.client_seconds):
                 if whole:
@@ -110,7 +110,7 @@ class CompletionResponse:
             raise ClientGoneError from error
 
     async def _start(self, send: Send, kind: bytes, *headers: tuple[bytes, bytes]) -> None:
-        """Begin the response; say if texts may have fewer tokens than they were to have."""
+        """Send the head of the response; a header says if texts get fewer tokens than requested."""
         assert self._request is not None, "it has been submitted"
         given = min(one.max_new_tokens for one in self._request.sequences)
         if given < (self._wanted.max_new_tokens or given):
@@ -127,7 +127,7 @@ class CompletionResponse:
 
 
 async def _events(request: Request, builder: ResponseBuilder) -> AsyncIterator[Progress]:
-    """Yield a request's events until all its texts have ended; raise the error of the first that fails."""
+    """Yield a request's events until all its texts have ended; raise the error of the first text that fails."""
     left = len(request.sequences)
     while left:
         progress = await request.next()
@@ -144,8 +144,8 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-def _framed(events: Sequence[dict[str, Any]]) -> bytes:
-    """Return events as a stream has them; those with a type have its name."""
+def framed(events: Sequence[dict[str, Any]]) -> bytes:
+    """Return events in the format of a stream, named by their types if they have one."""
     names = (f"event: {event['type']}\n" if "type" in event else "" for event in events)
     lines = [f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n" for name, event in zip(names, events, strict=True)]
     return "".join(lines).encode()

@@ -1,4 +1,4 @@
-"""Texts and bytes of single tokens, as log-probabilities list them."""
+"""Texts and bytes of single tokens, for log-probabilities."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -8,7 +8,7 @@ from polydraft.models.spelling import falls_back, is_byte_level, is_single_byte,
 
 
 class TokenTexts:
-    """Texts and bytes of single tokens of a Hugging Face tokenizer."""
+    """Look up texts and bytes of a Hugging Face tokenizer's tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
@@ -22,7 +22,7 @@ class TokenTexts:
         return self._known[token]
 
     def length(self, token: int) -> int:
-        """Return how many characters begin in a token: where several share one, the first of them has it."""
+        """Return how many characters begin in a token; one that several tokens share begins in the first of them."""
         return sum(byte & 0xC0 != 0x80 for byte in self(token)[1])
 
     def decoded(self, tokens: Sequence[int]) -> str:
@@ -30,7 +30,7 @@ class TokenTexts:
         return str(self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def _text(self, token: int) -> str:
-        """Decode it after another token: many tokenizers drop a leading space, which would make some tokens look the same."""
+        """Decode a token after another one: many tokenizers drop a leading space, and different tokens would look the same."""
         before, both = self.decoded(self._before), self.decoded([*self._before, token])
         return both[len(before) :] if both.startswith(before) else self.decoded([token])
 

@@ -1,4 +1,4 @@
-"""Tools of a request: which functions a model may call, and the grammar of texts that must call one."""
+"""Tools of a request: functions that the model may call, and the grammar of texts that must call one."""
 
 import json
 import re
@@ -24,25 +24,27 @@ class Tools:
     """Functions that a model may call."""
 
     functions: Mapping[str, dict[str, Any]]
-    """By name, as chat templates take them."""
+    """By name, in the format of chat templates."""
     choice: str = AUTO
     """``"auto"``, ``"required"``, or the name of the function that must be called."""
     parallel: bool | None = None
-    """Whether there may be several calls; None for one where they are forced, since small models would not end."""
+    """Whether several calls are allowed. None means yes, but one call if it is forced: small models would go on for ever."""
 
     @property
     def rendered(self) -> list[dict[str, Any]]:
-        """What a chat template gets."""
+        """The functions in the format of chat templates."""
         return [{"type": "function", "function": function} for function in self.functions.values()]
 
     @property
     def forced(self) -> list[str]:
-        """Names of the functions of which one must be called."""
-        return {AUTO: [], REQUIRED: list(self.functions)}.get(self.choice, [self.choice])
+        """Names of functions, one of which must be called; empty if the model is free."""
+        if self.choice == AUTO:
+            return []
+        return list(self.functions) if self.choice == REQUIRED else [self.choice]
 
 
 def parser_of(forms: ChatForms, tools: Tools | None, prompt: str) -> Parser:
-    """Return what takes an answer to a prompt apart."""
+    """Return the parser for an answer to a prompt."""
     names, parallel = ((), True) if tools is None else (tuple(tools.functions), tools.parallel is not False)
     forced = tools is not None and bool(tools.forced)
     if forms.template is not None and not forced:
@@ -53,16 +55,16 @@ def parser_of(forms: ChatForms, tools: Tools | None, prompt: str) -> Parser:
 
 
 def grammar_of(forms: ChatForms, tools: Tools, prompt: str, tokens: Mapping[str, int]) -> Grammar:
-    """Return what a text follows that must call a tool, after any reasoning.
+    """Return the grammar of an answer that must call a tool, after any reasoning.
 
     Parameters
     ----------
     forms : ChatForms
-        A model whose calls have no `Form` writes ``{"name": ..., "parameters": ...}``.
+        Without a `Form`, calls are spelled ``{"name": ..., "parameters": ...}``.
     tools : Tools
     prompt : str
     tokens : mapping
-        Ids of markers that are tokens of their own: as text, models do not know them.
+        Ids of markers that are single tokens; models would not recognise them spelled as text.
     """
 
     def spelled(text: str) -> str:
@@ -91,7 +93,7 @@ def grammar_of(forms: ChatForms, tools: Tools, prompt: str, tokens: Mapping[str,
 
 
 def read_tools(left: dict[str, Any]) -> Tools | None:
-    """Take what is about tools out of a chat's parameters; None for no tools, or none to be called."""
+    """Remove the parameters about tools from a chat's; return the tools, or None if there are none to call."""
     tools, choice, parallel = left.pop("tools", []), left.pop("tool_choice", AUTO), left.pop("parallel_tool_calls", None)
     if not isinstance(tools, list) or len(tools) > _MOST_TOOLS:
         raise invalid_value("tools", tools, f"a list of up to {_MOST_TOOLS} functions")
@@ -101,7 +103,7 @@ def read_tools(left: dict[str, Any]) -> Tools | None:
     for number, tool in enumerate(tools):
         function = _function(tool, f"tools[{number}]")
         if function["name"] in functions:
-            raise invalid_value(f"tools[{number}]", function["name"], "names that differ")
+            raise invalid_value(f"tools[{number}]", function["name"], "unique names")
         functions[function["name"]] = function
     match _flat(choice):
         case "auto" | "none" | "required":
@@ -116,7 +118,7 @@ def read_tools(left: dict[str, Any]) -> Tools | None:
 
 
 def _flat(value: Any) -> Any:
-    """Return a function as `/v1/responses` has it; chats keep its name, and what else there is, one level further down."""
+    """Return a function in the flat form of `/v1/responses`; in chats, its fields are nested one level deeper."""
     match value:
         case {"type": "function", "function": {**about}, **rest} if not rest:
             return {**about, "type": "function"}
@@ -132,7 +134,7 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
             known = {part for part, value in about.items() if value is not None} <= {"description", "parameters", "strict"}
             if known and _NAME.fullmatch(name) and isinstance(parameters, dict) and isinstance(description, str):
                 parameters = {"type": "object", "properties": {}, **parameters}
-                if parameters["type"] != "object":  # such a call could not be told from content
+                if parameters["type"] != "object":  # other calls could not be told from content
                     raise invalid_value(f"{where}.parameters.type", parameters["type"], '"object"')
                 return {"name": name, "description": description, "parameters": parameters}
     names = "with names of up to 64 letters, digits, '_', '-' and '.'"
@@ -140,15 +142,15 @@ def _function(tool: Any, where: str) -> dict[str, Any]:
 
 
 def read_calls(message: Mapping[str, Any], where: str, named: dict[str, str]) -> dict[str, Any]:
-    """Return what a message says of tools and reasoning, as chat templates take it.
+    """Return a message's tool calls, call id and reasoning, in the format of chat templates.
 
     Parameters
     ----------
     message : mapping
     where : str
-        Its name, for errors.
+        What errors call the message.
     named : dict
-        Functions by the ids of their calls; gets those of this message, for the answers to come.
+        Function names by call id. Calls of this message are added, so that later tool messages find them.
     """
     found: dict[str, Any] = {}
     calls, reasoning = message.get("tool_calls"), message.get("reasoning_content")

@@ -1,4 +1,4 @@
-"""Shapes of draft trees."""
+"""Draft trees: their shapes, their tokens, and what a model pass needs to know about them."""
 
 from polydraft.trees.block import Block, SlicedMask, StaticBlock, causal_block
 from polydraft.trees.draft import DraftTree, union

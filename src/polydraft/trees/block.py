@@ -1,4 +1,4 @@
-"""What one model pass needs to know about a tree.
+"""The input of one model pass over a tree: positions, and which tokens see which.
 
 References
 ----------
@@ -18,22 +18,22 @@ from polydraft.trees.topology import Topology, TreeTables
 class Block:
     """T uncommitted tokens per row that go through a model together.
 
-    Uncommitted tokens of a row occupy numbered places after its committed text: this block takes places `start` to
-    `start + T`. Blocks of a later level of the same tree start where the earlier ones ended.
+    Uncommitted tokens of a row have numbered places after its committed text; this block takes places `start` to `start + T`.
+    The block of the next level of the same tree starts where this one ends.
     """
 
     start: int
     depths_BT: Tensor
     """Position of each token relative to the first uncommitted one."""
     visible_BTU: Tensor
-    """Which of the uncommitted places each token attends to, its own included; `U = start + T` of them, or more with
+    """Which of the U uncommitted places each token attends to, its own included; U is `start + T`, or more with
     `places_BT`."""
     places_BT: Tensor | None = None
-    """The places, any of the U, where they are inputs of a captured pass; `start` is then ignored."""
+    """Places of the tokens, if these are inputs of a captured pass; `start` is then ignored."""
     plain: bool = False
-    """Whether the tokens are plain text: each sees all before it."""
+    """Whether the tokens are plain text, so that each sees all earlier ones."""
     levels: tuple[int, ...] | None = None
-    """Tokens of each level, in order, if the host knows it and all rows have the same."""
+    """Number of tokens of each level, if all rows have the same and the host knows it."""
     kept_K: Tensor | None = None
     """The tokens that matter, numbered through all rows: row · T + place; a pass may skip the others. None for all."""
 
@@ -44,13 +44,13 @@ class Block:
 
     @property
     def stop(self) -> int:
-        """First place after all that the block may see."""
+        """First place after all those that the block may see."""
         return self.start + self.size if self.places_BT is None else self.visible_BTU.shape[2]
 
 
 @lru_cache(maxsize=16)
 def causal_block(batch_size: int, size: int, device: torch.device) -> Block:
-    """Return a plain sequence of `size` tokens, as a prompt is."""
+    """Return the block of `size` tokens of plain text, such as a prompt."""
     depths_BT = torch.arange(size, device=device).expand(batch_size, size)
     visible_TT = torch.ones(size, size, dtype=torch.bool, device=device).tril()
     return Block(0, depths_BT, visible_TT.expand(batch_size, size, size), plain=True, levels=(1,) * size)
@@ -66,41 +66,41 @@ class StaticBlock:
     levels: tuple[int, ...] | None = None
 
     def expand(self, batch_size: int) -> Block:
-        """Return the block of a batch."""
+        """Return the same block for every row of a batch."""
         depths_BT, visible_BTU = self.depths_T.expand(batch_size, -1), self.visible_TU.expand(batch_size, -1, -1)
         return Block(self.start, depths_BT, visible_BTU, levels=self.levels)
 
 
 @dataclass(frozen=True, eq=False)
 class SlicedMask:
-    """Mask and depths of a whole tree, and of what an early stop leaves of it.
+    """Mask and depths of a whole tree, and of its first levels.
 
-    Nodes stand in breadth-first order, so a tree drafted up to any level is a prefix of the list, and its mask is the upper
-    left corner of the large one. The paper [1] says so of forks; it holds for every tree.
+    Nodes are in breadth-first order, so the first levels of a tree are a prefix of the nodes, and their mask is the upper left
+    corner of the large one. The paper [1] says so for forks; it holds for every tree.
     """
 
     depths_P: Tensor
-    """Depth of each place: first `lead` places in a chain, then the nodes."""
+    """Depth of each place: a chain of `lead` places, then the nodes."""
     visible_PP: Tensor
     """Which places each place attends to."""
     child_table_NK: Tensor
     stops: tuple[int, ...]
-    """Nodes down to each level, the root's first."""
+    """Number of nodes down to each level, from the root's on."""
     lead: int
 
     @classmethod
     def of(cls, topology: Topology, device: torch.device, lead: int = 0) -> "SlicedMask":
-        """Return the mask of a tree behind `lead` places; built once and shared."""
+        """Return the mask of a tree after a chain of `lead` places; built once and shared."""
         return _build(topology, device, lead)
 
     def level(self, first: int, stop: int) -> StaticBlock:
-        """Return the pass over nodes `first` to `stop` of one level, which see earlier places; the root's has the lead, too."""
+        """Return the pass over one level, nodes `first` to `stop`; that of the root includes the lead."""
         start, end = 0 if first == 0 else first + self.lead, stop + self.lead
         levels = (1,) * (end - start) if first == 0 else (end - start,)
         return StaticBlock(start, self.depths_P[start:end], self.visible_PP[start:end, :end], levels)
 
     def stopped(self, depth: int) -> TreeTables:
-        """Return what is left of the tree when drafting stops after `depth` levels below the root."""
+        """Return the tree down to `depth` levels below the root, where drafting has stopped."""
         nodes, begin = self.stops[depth], self.lead
         end = begin + nodes
         children_NK = self.child_table_NK[:nodes]

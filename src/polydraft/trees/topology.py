@@ -1,4 +1,4 @@
-"""Shapes of draft trees: static ones, the limits of dynamic ones, and both as a user writes them."""
+"""Shapes of draft trees: static ones, limits of dynamic ones, and how users write both."""
 
 import heapq
 import json
@@ -11,22 +11,22 @@ from itertools import islice, pairwise
 import torch
 from torch import Tensor
 
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, shown
 
 MAX_NODES = 1024
-"""Largest tree that is accepted, the root included."""
+"""Most nodes of a tree, the root included."""
 RANK_ACCEPTANCE = (0.70, 0.10, 0.042, 0.026, 0.015, 0.010, 0.008, 0.006)
-"""How often the shipped head's candidates are the target's token at temperature 0, by rank; other good heads are similar."""
+"""How often a candidate of the shipped head is the target's token at temperature 0, by rank; other good heads are similar."""
 DEFAULT_NODES, DEFAULT_DEPTH = 64, 8
 _LEAST_BEAM, _BEAM, _BRANCH = 2, 8, 16
 _ALLOWED = 'widths ("4x2x2x1x1"), "chain:5", "fork:16x5", "best:64x6", "dynamic:64", paths ("[[0],[1],[0,0]]"), or "none"'
 
 
 def paths_by_product(ranks: Sequence[float], max_depth: int | None) -> Iterator[tuple[tuple[int, ...], float]]:
-    """Yield paths of ranks with their products, largest first; each comes after its parent and its elder siblings.
+    """Yield paths of ranks with the products of their ranks' rates, largest first; each after its parent and elder siblings.
 
-    A product is the probability that the path's last node is accepted, if candidates are accepted by their rank alone. Among
-    equals, shallow paths come first.
+    A product is the probability that the last node of the path is accepted, if acceptance depends on the rank alone. Of equal
+    products, those of shallow paths come first.
     """
     heap: list[tuple[float, int, tuple[int, ...], float]] = []
     if max_depth is None or max_depth > 0:
@@ -45,7 +45,7 @@ def paths_by_product(ranks: Sequence[float], max_depth: int | None) -> Iterator[
 
 @dataclass(frozen=True)
 class DrawGroup:
-    """Nodes of one level that have the same number of children, drawn together."""
+    """Nodes of one level with the same number of children, which are drawn together."""
 
     nodes: tuple[int, ...]
     children: tuple[tuple[int, ...], ...]
@@ -57,9 +57,9 @@ class TreeTables:
 
     depths_N: Tensor
     child_table_NK: Tensor
-    """Node ids of each node's children in draw order, 0 (the root, nobody's child) where there are fewer."""
+    """Node ids of each node's children in draw order; 0, the root, for none."""
     ancestors_NN: Tensor
-    """`ancestors_NN[i, j]`: node j is node i or one of its ancestors."""
+    """`ancestors_NN[i, j]`: whether node j is node i or one of its ancestors."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Topology:
     Parameters
     ----------
     parents : tuple of int
-        Parent of each node; the root's entry is 0. Siblings stand in draw order.
+        Parent of each node, 0 for the root. Siblings are in draw order.
     """
 
     parents: tuple[int, ...] = (0,)
@@ -103,7 +103,7 @@ class Topology:
 
     @classmethod
     def fork(cls, width: int, depth: int) -> "Topology":
-        """Split once at the root into `width` chains of length `depth`."""
+        """Return `width` chains of length `depth` below the root."""
         if depth < 1:
             raise UsageError(f"fork depth {depth}; allowed: whole numbers from 1")
         if width * depth + 1 > MAX_NODES:
@@ -114,17 +114,17 @@ class Topology:
 
     @classmethod
     def likeliest(cls, nodes: int, depth: int) -> "Topology":
-        """Take the nodes likeliest to be accepted at temperature 0, up to a number, the root included, and a depth."""
+        """Return the tree of this size, the root included, and depth whose nodes are likeliest to be accepted at T=0."""
         if not 2 <= nodes <= MAX_NODES or depth < 1:
             raise UsageError(f"tree best:{nodes}x{depth}; allowed: 2 to {MAX_NODES} nodes, and a depth from 1")
         return cls.from_paths(path for path, _ in islice(paths_by_product(RANK_ACCEPTANCE, depth), nodes - 1))
 
     @classmethod
     def from_paths(cls, paths: Iterable[Sequence[int]]) -> "Topology":
-        """Build from index paths, as EAGLE lists them: `[0, 1]` is the second child of the first child.
+        """Build a tree from index paths, as EAGLE lists them: `[0, 1]` is the second child of the first child.
 
-        Every path needs its parent path, and every sibling its elder siblings: leaving out a candidate by its rank
-        would change the distribution of the ones that stay.
+        Every path needs its parent, and every sibling its elder siblings: leaving out a candidate because of its rank would
+        change the distribution of the others.
         """
         listed = [tuple(path) for path in paths]
         for path in listed:
@@ -147,7 +147,7 @@ class Topology:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes, the root included."""
+        """Number of nodes, the root included."""
         return len(self.parents)
 
     @property
@@ -172,7 +172,7 @@ class Topology:
         return tuple(map(tuple, lists))
 
     def cut(self, depth: int) -> "Topology":
-        """Return the tree without its levels below `depth`."""
+        """Return the tree down to `depth`."""
         return Topology(self.parents[: self.levels[depth].stop]) if depth < self.depth else self
 
     @property
@@ -182,13 +182,13 @@ class Topology:
 
     @cached_property
     def levels(self) -> tuple[range, ...]:
-        """Node ids of each level, the root's first; each level is one contiguous range."""
+        """Node ids of each level, from the root's on; each level is a contiguous range."""
         starts = [self.depths.index(depth) for depth in range(self.depth + 1)] + [self.num_nodes]
         return tuple(range(start, stop) for start, stop in pairwise(starts))
 
     @cached_property
     def draws(self) -> tuple[tuple[DrawGroup, ...], ...]:
-        """For each level, which nodes draw how many children."""
+        """For each level, its nodes grouped by how many children they draw."""
         result = []
         for level in self.levels:
             groups: dict[int, list[int]] = {}
@@ -234,11 +234,11 @@ class DynamicShape:
     depth: int = DEFAULT_DEPTH
     """Most levels below the root."""
     beam: int = _BEAM
-    """Nodes of a level that go through the draft to get children."""
+    """Most nodes of a level that go through the draft to get children."""
     branch: int = _BRANCH
-    """Children that a node may have."""
+    """Most children of a node."""
     adaptive: bool = True
-    """Whether every round chooses the size that is expected to pay; otherwise all trees are as large as allowed."""
+    """Whether each round chooses the size that is expected to pay; if not, all trees are as large as allowed."""
 
     def __post_init__(self) -> None:
         if not 2 <= self.nodes <= MAX_NODES:
@@ -256,7 +256,7 @@ class DynamicShape:
         return cls(nodes=max(topology.num_nodes, 2), depth=max(topology.depth, 1))
 
     def cut(self, depth: int) -> "DynamicShape":
-        """Return limits of a tree without levels below `depth`."""
+        """Return the limits with at most this depth."""
         return replace(self, depth=min(self.depth, depth))
 
     def __str__(self) -> str:
@@ -281,7 +281,7 @@ def parse_dynamic(text: str) -> DynamicShape | None:
         )
     nodes = int(match[1]) if match[1] is not None else DEFAULT_NODES
     depth = int(match[2]) if match[2] is not None else max(min(DEFAULT_DEPTH, nodes - 1), 1)
-    # Small trees are for machines on which every token of a pass costs time, also in the draft's passes.
+    # Small trees are for machines where every token of a pass takes time, in the draft's passes, too.
     beam = min(max(nodes // _BEAM, _LEAST_BEAM), _BEAM)
     return DynamicShape(nodes=nodes, depth=depth, beam=beam, adaptive=match[3] is None)
 
@@ -292,13 +292,12 @@ def parse_tree(text: str) -> Topology:
     Parameters
     ----------
     text : str
-        ``"4x2x2x1x1"`` (children per level), ``"chain:5"``, ``"fork:WIDTHxDEPTH"`` (also ``"target-root:..."``:
-        the root, the pending token, comes from the target's distribution), ``"best:NODESxDEPTH"`` (of all trees of this size
-        the one with the most accepted tokens at temperature 0, if candidates are accepted as often as the shipped head's), a
-        JSON list of index paths, or ``"none"`` for plain decoding.
+        ``"4x2x2x1x1"`` (children per level), ``"chain:5"``, ``"fork:WIDTHxDEPTH"`` (also ``"target-root:..."``, because the
+        root, the pending token, comes from the target's distribution), ``"best:NODESxDEPTH"`` (the tree of this size with the
+        most accepted tokens at temperature 0, at the shipped head's rates of acceptance), a JSON list of index paths, or
+        ``"none"`` for plain decoding.
     """
     spec = text.strip().lower()
-    shown = text if len(text) <= 60 else f"{text[:57]}..."
     if spec == "none":
         return Topology()
     if re.fullmatch(r"\d{1,18}(x\d{1,18})*", spec):
@@ -313,7 +312,7 @@ def parse_tree(text: str) -> Topology:
         try:
             paths = json.loads(spec)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise UsageError(f"tree {shown!r} is not a readable list of paths ({error}); allowed: {_ALLOWED}") from None
+            raise UsageError(f"tree {shown(text)} is not a readable list of paths ({error}); allowed: {_ALLOWED}") from None
         if all(isinstance(path, list) for path in paths):
             return Topology.from_paths(paths)
-    raise UsageError(f"unknown tree {shown!r}; allowed: {_ALLOWED}")
+    raise UsageError(f"unknown tree {shown(text)}; allowed: {_ALLOWED}")

@@ -8,14 +8,14 @@ from itertools import cycle, islice, product, starmap
 from pathlib import Path
 from typing import NamedTuple
 
-from polydraft.defaults import default_draft
+from polydraft.defaults import NONE, default_draft
 from polydraft.engine import Decoder
 from polydraft.loading import make_decoder, resolved
 from polydraft.models import check_prompts
 from polydraft.models.loading import load_draft, load_model
 from polydraft.models.placement import resolve_device, resolve_dtype
 from polydraft.options import LoadOptions
-from polydraft.profile import NONE, Pick, Profile, origin_of, profile_file
+from polydraft.profile import Pick, Profile, origin_of, profile_file
 from polydraft.prompts import load_prompts
 from polydraft.sampling import SamplingParams
 from polydraft.tune import TuneOptions

@@ -1,8 +1,8 @@
-// The server's API, as far as the page needs it.
+// The part of the server's API that the page uses.
 
-/** An answer that did not come, or broke off. */
+/** An answer that failed or broke off. */
 export class Failure extends Error {
-  /** `status` is 0 if there was no response; `wait` is after how many seconds to try again, if that may help. */
+  /** `status` is 0 without a response; `wait` is the number of seconds before trying again, if that may help. */
   constructor(message, status = 0, wait = null) {
     super(message);
     this.status = status;

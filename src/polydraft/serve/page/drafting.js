@@ -3,7 +3,7 @@
 import { at, make } from "/page/parts.js";
 import { draw } from "/page/tree.js";
 
-const CALM = 500;  // milliseconds between two changes of figures and tree while an answer is written
+const CALM = 500;  // milliseconds between two updates of figures and tree during an answer
 
 const KINDS = {
   target: "the target's own",
@@ -14,7 +14,7 @@ const KINDS = {
 };
 const MODELS = ["model", "head", "dynamic", "mtp", "target-init", "early-exit"];
 
-/** Return what kind of source a token has; the server's names say more, and are shown as titles. */
+/** Return the kind of a token's source; the server's own names are more precise, and are shown as titles. */
 export const kindOf = source => (source in KINDS ? source : MODELS.includes(source) ? "draft" : "text");
 
 /** Return a function that splits leaves of Markdown at the tokens of a message, and marks those that were drafted. */
@@ -42,7 +42,7 @@ export function byToken(tokens) {
 
 const rate = about => (about.later && about.seconds > 0 ? about.later / about.seconds : 0);
 
-/** Return a line about an answer. */
+/** Return one line of figures about an answer. */
 export function summary({ about }) {
   if (!about?.tokens) return "";
   const parts = [`${about.tokens} tokens`];
@@ -52,10 +52,10 @@ export function summary({ about }) {
   return parts.join(" · ");
 }
 
-/** Add the tokens and the round of a piece of an answer to its message. */
+/** Add the tokens and the round of a new piece of an answer to its message. */
 export function count(message, text, trace, now) {
   const tokens = trace?.tokens ?? [];
-  // Where the server has taken something out of the text, tokens cannot be found in it.
+  // If the server has cut something from the text, its tokens cannot be found there.
   const fits = tokens.map(token => token.text).join("") === text;
   message.tokens.push(...(fits ? tokens.map(token => [token.text.length, token.source]) : text ? [[text.length, "target"]] : []));
   message.content += text;

@@ -1,5 +1,5 @@
-// Markdown as DOM nodes. Texts come from a model, so nothing here goes through HTML: `parse` returns plain objects whose tags
-// and attributes are chosen in this file, and `show` makes nodes of them. All other text is shown as it is, tags included.
+// Markdown as DOM nodes. Texts come from a model, so nothing is parsed as HTML: `parse` returns plain objects whose tags
+// and attributes are chosen in this file, and `show` makes nodes of them. All other text is shown literally, tags included.
 //
 // A node is {tag, attrs, children}, or a leaf {text, at}: `at` is where it begins in the source, so that parts of the source,
 // such as tokens, can be found again in what is shown.
@@ -17,7 +17,7 @@ const DEEPEST = 12;
 
 const element = (tag, children, attrs = {}) => ({ tag, attrs, children });
 
-/** Return the blocks of a text; `open` if more of it is to come: bold and code that have begun are then shown as such. */
+/** Return the blocks of a text. With `open`, more text will follow, and bold and code are shown as such once they begin. */
 export function parse(text, open = false) {
   let at = 0;
   const lines = text.split("\n").map(line => ({ text: line, at: (at += line.length + 1) - line.length - 1 }));
@@ -93,7 +93,7 @@ const list = {
       if (items.length && (isBlank(line) || indent(line) >= own)) items.at(-1).push(cut(line, Math.min(indent(line), own)));
       else if (item && kind(item[2]) === kind(first) && !RULE.test(line.text)) {
         own = item[0].length + (item[3] ? 0 : 1);
-        if (item[3].length > 4) own -= item[3].length - 1;  // so much space is the item's own
+        if (item[3].length > 4) own -= item[3].length - 1;  // this much space belongs to the item itself
         items.push([cut(line, Math.min(own, line.text.length))]);
       } else if (!isBlank(lines[i - 1]) && !startsBlock(lines, i)) items.at(-1).push(line);
       else break;
@@ -172,7 +172,7 @@ function spans(whole, from, to, depth) {
     plain = next;
     return next;
   };
-  /** Look for the end of what a mark began; once none is found, there is none further on either. */
+  /** Look for the end of what a mark began; if there is none, there is none further on, either. */
   const closing = (mark, start) => {
     if (unclosed.has(mark)) return -1;
     const end = mark[0] === "`" ? codeEnd(text, mark, start, to) : emphasisEnd(text, mark, start, to);
@@ -264,7 +264,7 @@ function emphasisEnd(text, mark, from, to) {
   return -1;
 }
 
-/** Return where a link's words and the link itself end; no address if it has none, or an unsafe one. */
+/** Return where a link's words and the link itself end, and its address, if there is a safe one. */
 function linkAt(text, open, to) {
   let depth = 0, close = open;
   for (; close < to; close += 1) {
@@ -278,7 +278,7 @@ function linkAt(text, open, to) {
   return { address: rest[1], from: open + 1, to: close, end: close + 1 + rest[0].length };
 }
 
-/** Whether an address may be opened: of the web or of mail, and absolute. */
+/** Whether an address may be opened: it must be absolute, and a web or mail address. */
 export function safe(address) {
   try {
     return ["http:", "https:", "mailto:"].includes(new URL(address).protocol);
@@ -290,8 +290,8 @@ export function safe(address) {
 const anchor = (address, words) => element("a", words, { href: address, target: "_blank", rel: "noopener noreferrer nofollow" });
 
 /**
- * Show nodes in an element. What is there already is changed no more than necessary, so that selections, focus and scrolled
- * code survive while a text grows.
+ * Show nodes in an element. Existing nodes are changed as little as possible, so that selections, focus and scroll positions
+ * survive while a text grows.
  *
  * `leaf` may split a leaf into several nodes, to mark parts of the source.
  */

@@ -1,4 +1,4 @@
-// The chat page: conversations, the answer that is being written, and the buttons around them.
+// The chat page: conversations, the answer in progress, and the buttons around them.
 
 import { choices, Failure, model } from "/page/api.js";
 import { byToken, count, summary, tell } from "/page/drafting.js";
@@ -9,13 +9,13 @@ import { apiKey, forgetTalk, keepSettings, keepTalk, newTalk, settings, talks, w
 const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const FIELDS = [...NUMBERS, "system", "speculative"];
 const NEAR_END = 40;  // pixels from the end that count as the end
-const FRAME = 60;  // milliseconds between two changes of an answer
+const FRAME = 60;  // milliseconds between two updates of an answer
 const MOST_ATTEMPTS = 6, LONGEST_TITLE = 60;
 const IDEAS = ["Explain why the sky is blue", "Write a Python function that finds prime numbers", "Compare tea and coffee in a table"];
 
 let talk = newTalk();
-let running = null;  // {message, abort} of the answer that is being written
-let following = true;  // whether the end stays in sight
+let running = null;  // {message, abort} of the answer in progress
+let following = true;  // whether to keep scrolling to the end
 
 const narrow = matchMedia("(max-width: 56rem)");
 
@@ -94,7 +94,7 @@ function again(message) {
 
 // ---- Asking and answering
 
-/** Send what was written. */
+/** Send the message in the input field. */
 function ask(text) {
   halt();
   const words = text.replace(/\s+/g, " ");
@@ -104,7 +104,7 @@ function ask(text) {
   answer();
 }
 
-/** Return the body of a request: the conversation, without questions that were never answered, and the settings. */
+/** Return the body of a request: the settings, and the conversation without unanswered questions. */
 function request() {
   const { messages } = talk, system = (settings.system ?? "").trim();
   const said = messages.filter((one, i) => one.content && !(one.role === "user" && messages[i + 1]?.role === "user"));
@@ -151,7 +151,7 @@ async function answer() {
     box.remove();
   }
   if (own.messages.length) store(own);
-  if (running !== mine) return;  // another one has begun
+  if (running !== mine) return;  // another answer has begun
   running = null;
   busy(false);
   fill(box, message);
@@ -173,7 +173,7 @@ async function* patiently(body, signal) {
   }
 }
 
-/** Wait some seconds, or until the reader wants to try at once. */
+/** Wait for some seconds, or until the user wants to try at once. */
 function pause({ status }, seconds, signal) {
   return new Promise((resolve, reject) => {
     const finish = call => [clearTimeout(timer), notice(""), call()];
@@ -299,7 +299,7 @@ function toggle(id, open = at(id).hidden) {
   if (id === "drafting") tell(talk.messages.findLast(one => one.role === "assistant") ?? null, true);
 }
 
-/** Open the panels that were open last; none where there is little room. */
+/** Open the panels that were open last time; none on narrow screens. */
 function arrange() {
   toggle("side", !narrow.matches && (settings.side ?? true));
   toggle("drafting", !narrow.matches && (settings.drafting ?? innerWidth > 1250));

@@ -1,8 +1,8 @@
-// Elements that several parts of the page make or use.
+// Elements that several parts of the page create or use.
 
 export const at = id => document.getElementById(id);
 
-/** Tell screen readers. */
+/** Announce a text to screen readers. */
 export const say = text => (at("said").textContent = text);
 
 /** Return a new element. */
@@ -23,11 +23,11 @@ export function icon(name) {
   return svg;
 }
 
-/** Return a button that is a picture. */
+/** Return a button with an icon. */
 export const button = (name, label, onclick) =>
   make("button", { class: "icon", type: "button", title: label, "aria-label": label, onclick }, icon(name));
 
-/** Show one line that says what happened, with one thing to do about it; nothing if it is empty. */
+/** Show a one-line notice with an optional action; hide it if the text is empty. */
 export function notice(text, { act = "", call = null, error = true } = {}) {
   at("notice").hidden = !text;
   at("notice").classList.toggle("error", error);
@@ -44,7 +44,7 @@ export function notice(text, { act = "", call = null, error = true } = {}) {
 export async function copy(text, from) {
   try {
     await navigator.clipboard.writeText(text);
-  } catch {  // pages without TLS, from other machines, may not use the clipboard directly
+  } catch {  // browsers deny the clipboard to pages that come from other machines without TLS
     const box = make("textarea");
     box.value = text;
     document.body.append(box);

@@ -1,11 +1,11 @@
-// What the browser keeps: settings, and conversations, each under a key of its own so that two tabs do not overwrite each
-// other's. The API key is kept until the tab is closed.
+// What the browser stores: settings, and conversations, each under its own key, so that two tabs do not overwrite each other's.
+// The API key is kept until the tab is closed.
 
 const TALK = "polydraft.talk.";
 const SETTINGS = "polydraft.settings";
 const KEY = "polydraft.key";
 
-/** Return what is stored under a name; nothing where it is broken or the browser stores nothing. */
+/** Return the value stored under a name; nothing if it is broken, or the browser stores nothing. */
 function read(name) {
   try {
     return JSON.parse(localStorage.getItem(name));
@@ -14,7 +14,7 @@ function read(name) {
   }
 }
 
-/** Store a value; return whether there was room. */
+/** Store a value; return whether there was space. */
 function write(name, value) {
   try {
     localStorage.setItem(name, JSON.stringify(value));
@@ -36,7 +36,7 @@ export function apiKey(value) {
   }
 }
 
-/** Return all conversations, the last changed first. */
+/** Return all conversations, most recently changed first. */
 export function talks() {
   const found = [];
   try {

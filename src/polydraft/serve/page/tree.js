@@ -1,18 +1,18 @@
-// The draft tree of one round: words from left to right, every node on a line of its own parent's or below it. Edges run in the
+// The draft tree of one round: words from left to right, every node on the line of its parent or below it. Edges run in the
 // gaps between columns, so they never cross a word.
 
 const ROW = 30, GAP = 34, PAD = 8, HEIGHT = 22, LONGEST = 18;
 const FONT = "12.5px ui-monospace, SFMono-Regular, Menlo, Consolas, monospace";
 const pen = document.createElement("canvas").getContext("2d");
 
-/** Return a token as a word: without the space before it, and with line breaks that can be seen. */
+/** Return a token as a word: without a leading space, and with visible line breaks. */
 function word(text) {
   const visible = text.replaceAll("\n", "↵").replaceAll("\t", "⇥");
   const shown = visible.replace(/^ +$/, all => "␣".repeat(all.length)).replace(/^ /, "");
   return shown.length > LONGEST ? `${shown.slice(0, LONGEST - 1)}…` : shown || "∅";
 }
 
-/** Return the nodes {parent, text, kind} of a round: those that were accepted, those that were not, and the target's own token. */
+/** Return the nodes {parent, text, kind} of a round: accepted ones, rejected ones, and the target's own token. */
 function nodesOf(trace) {
   const nodes = trace.tree.map(([parent, text], i) => ({ parent, text, kind: i ? "rejected" : "root" }));
   let here = 0;
