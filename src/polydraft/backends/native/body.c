@@ -45,10 +45,10 @@ static void product(Worker *w, const Matrix *matrix, int kind, float *to, int64_
     const int64_t bytes = padded(matrix->columns) * (int64_t)input_bytes(matrix->format);
     float sums[BLOCK * CHUNK], more[BLOCK * CHUNK];
     EACH_ITEM(shares * blocks) {
-        const int64_t token = item / shares * BLOCK, count = MIN(BLOCK, w->tokens - token);
-        const int64_t end = MIN(rows, (item % shares + 1) * share);
+        const int64_t token = item % blocks * BLOCK, count = MIN(BLOCK, w->tokens - token);  /* the weight stays in the cache */
+        const int64_t start = item / blocks * share, end = MIN(rows, start + share);
         const Input input = {w->m->input + token * bytes, w->m->scales + token, padded(matrix->columns)};
-        for (int64_t first = item % shares * share; first < end; first += CHUNK) {
+        for (int64_t first = start; first < end; first += CHUNK) {
             const int64_t some = MIN(CHUNK, end - first);
             multiply_rows(matrix, input, count, first, some, sums, CHUNK);
             if (kind == GATE) multiply_rows(matrix, input, count, rows + first, some, more, CHUNK);
@@ -63,8 +63,16 @@ static void *input_of(Worker *w, int64_t token, int format, int64_t columns) {
     return input_at(w->m->input, token, format, columns);
 }
 
+/* Tokens whose inputs one thread prepares: those of many whole groups share cache lines. */
+static int64_t prepared_at_once(const Worker *w, const Matrix *next) {
+    return uses_tiles(next->format, next->columns) && w->tokens > GROUP * w->p->threads ? GROUP : 1;
+}
+#define EACH_TOKEN_FOR(next)                                                                                                   \
+    for (int64_t some = prepared_at_once(w, next), share; (share = taken(w)) * some < w->tokens;)                              \
+        for (int64_t item = share * some; item < MIN(w->tokens, (share + 1) * some); item++)
+
 static void prepare_all(Worker *w, const Matrix *matrix, const float *from, int64_t pitch) {
-    EACH_ITEM(w->tokens) {
+    EACH_TOKEN_FOR(matrix) {
         void *to = input_of(w, item, matrix->format, matrix->columns);
         prepare(matrix->format, from + item * pitch, matrix->columns, to, w->m->scales + item);
     }
@@ -87,7 +95,7 @@ static void normalise(const Body *b, const float *from, const void *weight, floa
 }
 
 static void norm_all(Worker *w, const void *weight, const Matrix *next) {
-    EACH_ITEM(w->tokens) {
+    EACH_TOKEN_FOR(next) {
         float *normed = w->m->mixed + item * w->m->mixed_stride;
         normalise(w->b, w->m->hidden + item * w->b->hidden, weight, normed);
         void *to = input_of(w, item, next->format, next->columns);

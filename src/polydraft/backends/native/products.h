@@ -84,7 +84,13 @@ static void prepare(int format, const float *from, int64_t count, void *to, floa
         if (from != to) memcpy(to, from, (size_t)count * 4);
         memset((float *)to + count, 0, (size_t)(stride - count) * 4);
     } else if (uses_tiles(format, count)) {
-        for (int64_t i = 0; i < count; i++) ((uint16_t *)to)[i / 2 * 2 * GROUP + i % 2] = rounded(from[i]);
+        for (int64_t i = 0; i < count; i += 32) {
+            uint16_t numbers[32];
+            uint32_t pairs[16];
+            for (int j = 0; j < 32; j++) numbers[j] = rounded(from[i + j]);
+            memcpy(pairs, numbers, sizeof pairs);
+            for (int j = 0; j < 16; j++) ((uint32_t *)to)[(i / 2 + j) * GROUP] = pairs[j];
+        }
     } else if (format == BFLOAT16) {
         for (int64_t i = 0; i < count; i++) ((uint16_t *)to)[i] = rounded(from[i]);
         memset((uint16_t *)to + count, 0, (size_t)(stride - count) * 2);
@@ -338,7 +344,8 @@ static void multiply_tiles(const Matrix *m, Input input, int64_t tokens, int64_t
     for (int i = 0; i < 6; i++) shape.width[i] = 64, shape.height[i] = GROUP;
     _tile_loadconfig(&shape);
     const int64_t groups = grouped(tokens) / GROUP, size = GROUP * input.stride;
-    float sums[BLOCK / GROUP][GROUP][GROUP];  /* row, token */
+    float sums[BLOCK / GROUP + 1][GROUP][GROUP];  /* row, token; the last group is read past the end of rows only */
+    const __m512i column = _mm512_mullo_epi32(_mm512_set1_epi32(GROUP), _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
     uint16_t few[GROUP * 32] = {0};
     for (int64_t row = 0; row < count; row += GROUP) {
         const int64_t top = MAX(0, MIN(first + row, m->rows - GROUP)), here = MIN(GROUP, count - row);
@@ -376,12 +383,13 @@ static void multiply_tiles(const Matrix *m, Input input, int64_t tokens, int64_t
         if (groups > 1) _tile_stored(1, sums[1], 64);
         if (groups > 2) _tile_stored(2, sums[2], 64);
         if (groups > 3) _tile_stored(3, sums[3], 64);
-        for (int64_t t = 0; t < tokens; t++)
-            for (int64_t r = 0; r < here; r++) {
-                float value = sums[t / GROUP][first + row + r - top][t % GROUP];
-                if (m->bias) value += load_as(m->small, m->bias, first + row + r, 1)[0];
-                to[t * pitch + row + r] = value;
-            }
+        const int64_t skip = first + row - top;
+        const Floats bias = m->bias ? load_as(m->small, m->bias, first + row, here) : all(0);
+        for (int64_t t = 0; t < tokens; t++) {
+            const Floats value = (Floats)_mm512_i32gather_ps(column, &sums[t / GROUP][skip][t % GROUP], 4) + bias;
+            if (here == GROUP) store(to + t * pitch + row, value);
+            else memcpy(to + t * pitch + row, &value, (size_t)here * 4);
+        }
     }
     _tile_release();
 }
