@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import polydraft
-from polydraft import automatic
+from polydraft import automatic, devices
 from polydraft.automatic import automatic_draft
 from polydraft.defaults import default_draft
 from polydraft.errors import UsageError
@@ -119,12 +119,12 @@ def test_a_profile_of_a_model_without_a_draft_is_followed(roomy: str, tmp_path: 
 
 def test_a_containers_limit_counts_as_what_is_free(tmp_path, monkeypatch):
     cpu, files = torch.device("cpu"), {"max": "3000000", "current": "2500000", "stat": "anon 1\ninactive_file 400000\n"}
-    free = automatic.free_bytes(cpu)
-    monkeypatch.setattr(automatic, "_CONTAINER", tmp_path)
+    free = devices.free_bytes(cpu)
+    monkeypatch.setattr(devices, "_CONTAINER", tmp_path)
     for name, text in files.items():
         (tmp_path / f"memory.{name}").write_text(text)
-    assert automatic.free_bytes(cpu) == 900_000 < free, "files that were read give way"
+    assert devices.free_bytes(cpu) == 900_000 < free, "files that were read give way"
     (tmp_path / "memory.current").write_text("9999999")
-    assert automatic.free_bytes(cpu) == 0
+    assert devices.free_bytes(cpu) == 0
     (tmp_path / "memory.max").write_text("max\n")
-    assert automatic.free_bytes(cpu) > 900_000
+    assert devices.free_bytes(cpu) > 900_000

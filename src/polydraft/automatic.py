@@ -7,12 +7,11 @@ import dataclasses
 import logging
 import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from polydraft.defaults import NONE, default_tree
-from polydraft.devices import dtype_name, is_host
+from polydraft.devices import dtype_name, free_bytes, is_host
 from polydraft.errors import UsageError
 from polydraft.models import Head, LanguageModel
 from polydraft.models.hf import HFModel
@@ -33,8 +32,6 @@ _TRAINING = "2 to 3.5 times plain decoding for a 1.5B model, after 12 minutes on
 """Speed-up and cost of a trained head: log 40."""
 _SPARE = 0.7
 """Fraction of the free memory that a copy may take: texts need memory, too."""
-_CONTAINER = Path("/sys/fs/cgroup")
-"""Where Linux shows a container's limits."""
 
 
 def leaves_drafting_open(options: LoadOptions) -> bool:
@@ -129,27 +126,3 @@ def _no_room(size: int, free: int | None) -> str | None:
     if free is None or size <= _SPARE * free:
         return None
     return f"a copy of its weights would take {size / 1e9:.1f} GB of the {free / 1e9:.1f} GB of memory that are free"
-
-
-def free_bytes(device: torch.device) -> int | None:
-    """Return how many bytes of memory are free on a device; None if the system does not say."""
-    if not is_host(device):
-        return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
-    try:
-        with open("/proc/meminfo", encoding="ascii") as file:
-            lines = dict(line.split(":", 1) for line in file)
-        free = int(lines["MemAvailable"].split()[0]) * 1024
-    except (OSError, ValueError, LookupError):
-        return None
-    left = _left_in_container()
-    return free if left is None else min(free, left)
-
-
-def _left_in_container() -> int | None:
-    """Return how many bytes a container's limit leaves, as the system's figures ignore it; None without a limit."""
-    try:
-        limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
-        stat = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
-        return max(limit - used + int(stat["inactive_file"]), 0)  # cached files can be dropped
-    except (OSError, ValueError, LookupError):
-        return None

@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+_CONTAINER = Path("/sys/fs/cgroup")
+"""Where Linux shows a container's limits."""
 _hidden = False
 
 
@@ -55,6 +57,30 @@ def cpu_features() -> str:
     """Return model and instruction sets of the CPU, as far as they are known."""
     names = ("model name", "flags", "Features", "CPU implementer", "CPU part", "CPU variant")
     return "\n".join(f"{name}: {value}" for name, value in cpu_facts().items() if name in names) or platform.processor()
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return how many bytes of memory are free on a device; None if the system does not say."""
+    if not is_host(device):
+        return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    try:
+        with open("/proc/meminfo", encoding="ascii") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, ValueError, LookupError):
+        return None
+    left = _left_in_container()
+    return free if left is None else min(free, left)
+
+
+def _left_in_container() -> int | None:
+    """Return how many bytes a container's limit leaves, as the system's figures ignore it; None without a limit."""
+    try:
+        limit, used = (int((_CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (_CONTAINER / "memory.stat").read_text().splitlines())
+        return max(limit - used + int(stat["inactive_file"]), 0)  # cached files can be dropped
+    except (OSError, ValueError, LookupError):
+        return None
 
 
 @contextmanager

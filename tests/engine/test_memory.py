@@ -84,7 +84,7 @@ def test_texts_are_the_same_however_little_memory_there_is(roomy: str, way: str,
     for one in texts:
         engine.add(one)
     finish(engine, texts)
-    assert pool.put_back and not [one for one in pool.owed if not one.done]
+    assert pool.evictions and not [one for one in pool.evicted if not one.done]
     assert pool.used <= pool.least - engine.workspace.room(LONGEST, 2), "texts leave nothing behind"
     assert [one.new_tokens for one in texts] == [alone(decoder, one) for one in texts]
 
@@ -95,15 +95,15 @@ def test_a_new_text_waits_for_memory_and_for_those_that_gave_theirs_up(roomy: st
     first, second = (decoder.sequence([5, 6, number], PARAMS[1], seed=1, max_new_tokens=230) for number in range(2))
     for one in (first, second):
         engine.add(one)
-    while not pool.put_back:
+    while not pool.evictions:
         engine.step()
-    assert list(pool.owed) == [second] == list(engine.waiting), "the youngest goes"
+    assert list(pool.evicted) == [second] == list(engine.waiting), "the youngest goes"
     late = decoder.sequence([9], IDLE, seed=0, max_new_tokens=2)
     engine.add(late)
     engine.step()
     assert late.is_fresh and not first.done, "there would be memory for it, but the other comes first"
     finish(engine, [first, second, late])
-    assert late.done and pool.put_back == 1, "it came back when there was memory up to its end"
+    assert late.done and pool.evictions == 1, "it came back when there was memory up to its end"
 
 
 def test_a_text_may_be_cancelled_while_it_waits_for_memory(roomy: str) -> None:
@@ -113,7 +113,7 @@ def test_a_text_may_be_cancelled_while_it_waits_for_memory(roomy: str) -> None:
     texts = [decoder.sequence([5, 6, number], PARAMS[1], seed=1, max_new_tokens=230) for number in range(3)]
     for one in texts:
         engine.add(one)
-    while not pool.put_back:
+    while not pool.evictions:
         engine.step()
     gone = engine.waiting[0]
     kept = gone.new_tokens
@@ -133,7 +133,7 @@ def test_a_long_prompt_gives_its_memory_up_while_it_is_read(roomy: str) -> None:
         engine.step()
     engine.add(late)
     finish(engine, [first, late])
-    assert pool.put_back and late.new_tokens == alone(decoder, late)
+    assert pool.evictions and late.new_tokens == alone(decoder, late)
     assert len(late.prompt_logprobs) == len(late.prompt) - 1, "each token's is told once"
 
 

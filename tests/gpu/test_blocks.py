@@ -153,5 +153,5 @@ def test_texts_are_the_same_to_the_bit_however_little_memory_there_is(kind: str,
     idle, one_text = pool.used, engine.workspace.room(LONGEST, 2)
     pool.size, pool.least = idle + one_text * 3 // 2, idle + one_text
     finish(engine, found)
-    assert pool.put_back and engine.stats.replayed_rounds > 0 and engine.stats.rounds_ahead > 0 and pool.used == idle
+    assert pool.evictions and engine.stats.replayed_rounds > 0 and engine.stats.rounds_ahead > 0 and pool.used == idle
     assert [one.new_tokens for one in found] == [one.new_tokens for one in wanted]

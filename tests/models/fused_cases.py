@@ -7,10 +7,10 @@ from torch.nn import functional
 from polydraft.backends.triton import interpreting
 from polydraft.backends.triton.head import FusedHead
 from polydraft.backends.triton.layers import add_norm, gate, linear, rotate_store, vector_product
+from polydraft.models.block_slots import place
 from polydraft.models.cache import SlotCache
 from polydraft.models.heads.feature_head import FeatureHead, HeadShape, TapNorm
 from polydraft.models.heads.head_context import keep_entries, take_roots
-from polydraft.models.placing import place
 from polydraft.models.storage import move_up
 from polydraft.sampling import NO_TOKEN
 from polydraft.trees import Block, SlicedMask, causal_block, parse_tree

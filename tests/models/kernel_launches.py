@@ -32,11 +32,11 @@ from polydraft.draft.fixed_builder import FixedBuilder
 from polydraft.draft.static_builder import plant_columns, plant_largest
 from polydraft.engine.outcome import conclude
 from polydraft.models import FAMILIES, FeatureHead
+from polydraft.models.block_slots import place
 from polydraft.models.bodies import lean_body
 from polydraft.models.cache import SlotCache
 from polydraft.models.heads.feature_head import HeadShape, TapNorm
 from polydraft.models.heads.head_context import keep_entries, take_roots
-from polydraft.models.placing import place
 from polydraft.models.storage import move_up
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.sampling.warper import softened

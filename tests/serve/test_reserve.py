@@ -129,9 +129,9 @@ def test_a_server_with_little_memory_lets_texts_wait_and_answers_all(roomy, serv
         client.start()
     for client in clients:
         client.join(120)
-    assert pool_of(live) == before and pool.put_back and len(answers) == len(bodies)
+    assert pool_of(live) == before and pool.evictions and len(answers) == len(bodies)
     put_back = next(line for line in live.service.metrics.text().decode().splitlines() if "num_preemptions{" in line)
-    assert float(put_back.split()[1]) == pool.put_back
+    assert float(put_back.split()[1]) == pool.evictions
     for number in (1, 5, 8):
         assert live.post(COMPLETIONS, bodies[number]).json()["choices"][0]["text"] == answers[number]
 

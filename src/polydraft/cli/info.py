@@ -18,8 +18,6 @@ from polydraft.errors import UsageError
 from polydraft.options import AUTO, LoadOptions, PairOptions
 
 if TYPE_CHECKING:
-    import torch
-
     from polydraft.automatic import Choice
     from polydraft.defaults import Pair
     from polydraft.models.outline import Outline
@@ -58,8 +56,8 @@ def command(target: str | None, device: str, dtype: str, threads: int | None, as
 
 def _target_facts(options: LoadOptions) -> dict[str, Any]:
     """Return the facts about a target that can be had without its weights."""
-    from polydraft.automatic import choose, free_bytes
-    from polydraft.devices import is_host
+    from polydraft.automatic import choose
+    from polydraft.devices import dtype_name, free_bytes, is_host
     from polydraft.models.outline import outline
     from polydraft.models.placement import DTYPES, resolve_device, resolve_dtype
 
@@ -78,8 +76,8 @@ def _target_facts(options: LoadOptions) -> dict[str, Any]:
         "context": model.max_positions,
         "quantised by": model.scheme,
         "device": str(device),
-        "dtype": _name(model.dtype),
-        "bytes": {_name(dtype): model.num_bytes(dtype) for dtype in dtypes},
+        "dtype": dtype_name(model.dtype),
+        "bytes": {dtype_name(dtype): model.num_bytes(dtype) for dtype in dtypes},
         "free bytes": free,
         "fits": fits,
         "converted": None if model.source is None else model.is_converted,
@@ -225,14 +223,11 @@ def _auto_words(auto: dict[str, str | None]) -> str:
     return f"{', '.join(parts) or 'plain decoding'}: {auto['why']}"
 
 
-def _name(dtype: "torch.dtype") -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _facts(options: LoadOptions) -> dict[str, Any]:
     import torch
 
     from polydraft.defaults import PAIRS
+    from polydraft.devices import dtype_name
     from polydraft.draft import DRAFTERS
     from polydraft.models import FAMILIES
     from polydraft.models.bundled import BUNDLED, weights_file
@@ -255,7 +250,7 @@ def _facts(options: LoadOptions) -> dict[str, Any]:
             "device": str(device),
             "gpu": gpu,
             "threads": torch.get_num_threads(),
-            "dtype": _name(resolve_dtype(options.dtype, device)),
+            "dtype": dtype_name(resolve_dtype(options.dtype, device)),
             "cpu bfloat16": "yes" if cpu_computes_bfloat16() else "no",
             "backends": ", ".join([*filter(enabled, BACKENDS), REFERENCE]),
             "native code": native_code(),

@@ -91,7 +91,7 @@ class Slots:
         if sequence.turn is None:
             sequence.turn, sequence.cached = next(self._turns), known
         if self._workspace.pool is not None:
-            self._workspace.pool.owed.discard(sequence)
+            self._workspace.pool.evicted.discard(sequence)
         return slot, known
 
     def can_take(self, sequence: TokenSequence) -> bool:
@@ -99,7 +99,7 @@ class Slots:
         pool = self._workspace.pool
         if pool is None:
             return True
-        if any(not one.done for one in pool.owed) and sequence not in pool.owed:
+        if any(not one.done for one in pool.evicted) and sequence not in pool.evicted:
             return False
         return self._workspace.room(*self._wants(sequence)) <= pool.free
 
@@ -114,7 +114,7 @@ class Slots:
 
     def _wants(self, sequence: TokenSequence) -> tuple[int, int]:
         """Return the length, and the number of further rounds, for which a text needs memory; evicted ones, up to their end."""
-        owed = self._workspace.pool is not None and sequence in self._workspace.pool.owed
+        owed = self._workspace.pool is not None and sequence in self._workspace.pool.evicted
         return sequence.end if owed else len(sequence.tokens), _ROUNDS
 
     def have_room(self, rounds: int) -> bool:
@@ -139,8 +139,8 @@ class Slots:
         else:
             self.keep([slot])
             sequence.row_state = self._workspace.take_row(slot), self.noise.take_row(slot)
-        pool.owed.add(sequence)
-        pool.put_back += 1
+        pool.evicted.add(sequence)
+        pool.evictions += 1
         self.vacate(slot)
         return sequence
 

@@ -34,9 +34,9 @@ class Pool:
         self.size, self.used = size, 0
         self.idle = self.least = 0
         """Bytes that slots without texts take, and bytes that are enough for any single text."""
-        self.put_back = 0
+        self.evictions = 0
         """How often a text was evicted, because others needed its memory."""
-        self.owed: WeakSet[Any] = WeakSet()
+        self.evicted: WeakSet[Any] = WeakSet()
         """Evicted texts that wait for memory; they come before new ones."""
         self.spare: Any = None
         """Device memory that was given back, to be taken again."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from polydraft.devices import dtype_name
 from polydraft.errors import PolydraftError, UsageError, first_line
 from polydraft.models.adapters import Weights
 from polydraft.models.bodies import LeanBody, fast_body, kernel_obstacle, lean_body
@@ -254,7 +255,7 @@ def in_training(role: str) -> UsageError:
 def _does_not_work(model: Any, error: Exception) -> UsageError:
     kind, scheme, reason = text_config(model).model_type, quantised_by(model), first_line(error, kind=True)
     if scheme is not None:
-        dtype = str(model.dtype).removeprefix("torch.")
+        dtype = dtype_name(model.dtype)
         return UsageError(
             f"model type {kind!r}, quantised by {scheme}, does not run with trees in {dtype} ({reason}); try "
             "another dtype, or weights that are not quantised (on a CPU, dtype int8 takes as little memory)"

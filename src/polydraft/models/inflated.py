@@ -16,14 +16,13 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from polydraft.devices import is_host
+from polydraft.devices import free_bytes, is_host
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.bundled import BUNDLED
 from polydraft.models.families import key_shape
@@ -218,11 +217,7 @@ def _check(small: Any, shape: BigShape) -> None:
 
 def _check_memory(needed: int, device: torch.device) -> None:
     """Refuse a model that would not fit into the host's memory; a GPU raises an error by itself."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return
-    free = next((int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable")), None)
+    free = free_bytes(device)
     if is_host(device) and free is not None and needed > 0.9 * free:
         raise FailureError(
             f"the inflated target takes {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB of memory are free; "

@@ -11,8 +11,8 @@ from torch import Tensor
 from polydraft.devices import can_sync, captures
 from polydraft.errors import UsageError
 from polydraft.models.attention import steady_attention
+from polydraft.models.block_slots import Placed, place
 from polydraft.models.blocks import Pool
-from polydraft.models.placing import Placed, place
 from polydraft.models.storage import Pieces, Storage, move_up
 from polydraft.rows import ByRow
 from polydraft.sampling import PartialVocabulary

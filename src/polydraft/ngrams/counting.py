@@ -173,8 +173,8 @@ class GramCounter:
     def add(self, tokens: Sequence[int] | NDArray[Any]) -> None:
         """Add the next tokens of a text."""
         fresh = np.asarray(tokens, dtype=np.int64)
-        if len(fresh) and not 0 <= fresh.min() <= fresh.max() < self._vocab_size:
-            raise UsageError(f"token {int(fresh.max())} is not in the vocabulary; allowed: 0 to {self._vocab_size - 1}")
+        if unknown := fresh[(fresh < 0) | (fresh >= self._vocab_size)].tolist():
+            raise UsageError(f"token {unknown[0]} is not in the vocabulary; allowed: 0 to {self._vocab_size - 1}")
         self._spill(fresh)
         self.size += len(fresh)
 

@@ -142,7 +142,7 @@ class Lane:
         lost = list(self.running.values())
         self.running.clear()
         if self._pool is not None:
-            self._pool.owed.difference_update(request.sequences[index] for request, index in lost)
+            self._pool.evicted.difference_update(request.sequences[index] for request, index in lost)
         self._forget()
         self._dirty = True  # wiped before the next step at the latest: wiping now may fail, if it was the device that failed
         if self._pool is not None:

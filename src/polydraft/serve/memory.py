@@ -6,8 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from polydraft.automatic import free_bytes
-from polydraft.devices import is_host
+from polydraft.devices import free_bytes, is_host
 from polydraft.engine import Decoder
 from polydraft.models.blocks import Pool
 from polydraft.models.language_model import PREFILL_CHUNK

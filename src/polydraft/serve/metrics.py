@@ -64,7 +64,7 @@ class Metrics:
         self._gauge("prefix_cache_bytes", "Memory for cached beginnings of texts.", lambda: scheduler.prefix_bytes)
         self._gauge("kv_cache_usage_perc", "Fraction of the reserved memory in use, 0 to 1.", lambda: scheduler.cache_usage)
         preempted = "Texts that gave up their memory for others, and were read again."
-        self._gauge("num_preemptions", preempted, lambda: scheduler.put_back)
+        self._gauge("num_preemptions", preempted, lambda: scheduler.evictions)
 
     def observe(self, request: Request, progress: Progress) -> None:
         """Count an event of a request."""

@@ -148,9 +148,9 @@ class Scheduler:
         return sum(lane.used_tokens for lane in tuple(self.lanes.values())) / (slots * self.options.slot_tokens)
 
     @property
-    def put_back(self) -> int:
+    def evictions(self) -> int:
         """How often a text gave up its memory for others."""
-        return 0 if self.pool is None else self.pool.put_back
+        return 0 if self.pool is None else self.pool.evictions
 
     @property
     def prefix_bytes(self) -> int:

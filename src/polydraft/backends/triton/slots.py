@@ -3,8 +3,8 @@
 from torch import Tensor
 
 from polydraft.backends.triton import kernels_run, power_of_two, runs_on_tensors, side_by_side
+from polydraft.models.block_slots import Placed, place
 from polydraft.models.cache import SlotCache
-from polydraft.models.placing import Placed, place
 from polydraft.models.storage import Storage, move_up
 from polydraft.operations import implements
 from polydraft.trees import Block

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from polydraft.defaults import default_draft
-from polydraft.devices import captures
+from polydraft.devices import captures, dtype_name
 from polydraft.errors import UsageError, unknown_name
 from polydraft.lab.analyze.analysis import Analysis
 from polydraft.lab.analyze.settings import AnalyzeSettings
@@ -187,7 +187,7 @@ class Reproduction:
         shown = {
             "target": settings.target,
             "draft": analysis.pair.draft_name,
-            "dtype": str(analysis.pair.dtype).removeprefix("torch."),
+            "dtype": dtype_name(analysis.pair.dtype),
             "max_new_tokens": settings.max_new_tokens,
             "machine": place["gpu"] or f"{place['threads']} threads of {place['cpu']}",
             "prompts": max(size.prompts for size in analysis.sizes),

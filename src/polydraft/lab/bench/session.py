@@ -16,6 +16,7 @@ import polydraft
 from polydraft.beam import text_log_probs
 from polydraft.certify.greedy_identity import Likeness, check_room, likeness_of
 from polydraft.defaults import default_draft
+from polydraft.devices import dtype_name
 from polydraft.engine import Decoder
 from polydraft.lab.bench import BASELINE, SCHEMA
 from polydraft.lab.bench._results import summarise, write_results
@@ -138,7 +139,7 @@ class BenchSession:
                 "target": options.target,
                 **({"inflated": model.note} if isinstance(model, InflatedModel) else {}),
                 "draft": self.draft_name,
-                "dtype": str(model.dtype).removeprefix("torch."),
+                "dtype": dtype_name(model.dtype),
                 "device": str(model.device),
                 "temperature": options.temperature,
                 **({"top_k": options.top_k} if options.top_k else {}),

@@ -90,8 +90,10 @@ def _settings(sweep: str | None, options: dict[str, Any]) -> AnalyzeSettings:
 
 
 def _report(analysis: "Analysis", rows: list["Row"]) -> dict[str, Any]:
+    from polydraft.devices import dtype_name
+
     settings, pair = analysis.settings, analysis.pair
-    models = {"draft": pair.draft_name, "device": str(pair.device), "dtype": str(pair.dtype).removeprefix("torch.")}
+    models = {"draft": pair.draft_name, "device": str(pair.device), "dtype": dtype_name(pair.dtype)}
     return {
         "rows": [row.as_dict(paper_bound=settings.paper_bound) for row in rows],
         "samples": [asdict(size) for size in analysis.sizes],

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from polydraft.devices import dtype_name
 from polydraft.errors import FailureError, UsageError
 from polydraft.models.gguf.architecture import Architecture
 from polydraft.models.gguf.conversion import Conversion
@@ -70,7 +71,7 @@ def is_converted(source: Path, dtype: torch.dtype) -> bool:
 
 
 def _folder(source: Path, dtype: torch.dtype) -> Path:
-    kind = str(dtype).removeprefix("torch.")
+    kind = dtype_name(dtype)
     return cache_root() / "gguf" / f"{source.stem[:80]}-{_fingerprint(source)}-{kind}"
 
 
@@ -170,7 +171,7 @@ def _write_manifest(folder: Path, source: Path, dtype: torch.dtype) -> None:
     found = source.stat()
     manifest = {
         "version": _VERSION,
-        "format": str(dtype).removeprefix("torch."),
+        "format": dtype_name(dtype),
         "source": {"name": source.name, "bytes": found.st_size, "modified": found.st_mtime_ns, "digest": _fingerprint(source)},
         "files": files,
     }
