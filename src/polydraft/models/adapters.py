@@ -63,8 +63,11 @@ class Weights:
         found = model.modules() if self._adapters else ()
         self._layers = [layer for layer in found if all(hasattr(layer, name) for name in switched)]
         self._addresses = _addresses(self._weights)
-        self._modules = list(model.modules())
-        self._altered = self._altered_now
+        self._modules = [
+            (module, type(module), vars(module), module._forward_hooks, module._forward_pre_hooks) for module in model.modules()
+        ]
+        self._altered = tuple(is_altered((module,)) for module in model.modules())
+        self._at_first = self._changes()
 
     @property
     def adapted(self) -> bool:
@@ -76,12 +79,15 @@ class Weights:
         """Whether weights and adapters are still the same objects in the same places."""
         now = _adapters(self._model)
         same = now.keys() == self._adapters.keys() and all(now[name] is self._adapters[name] for name in now)
-        return same and _addresses(self._weights) == self._addresses and self._altered_now == self._altered
+        return same and _addresses(self._weights) == self._addresses and self._changes() == self._at_first
 
-    @property
-    def _altered_now(self) -> tuple[int, ...]:
-        """Which modules are altered now."""
-        return tuple(number for number, module in enumerate(self._modules) if is_altered((module,)))
+    def _changes(self) -> list[int]:
+        """Which modules have hooks, forwards of their own, or other classes than at first: `is_altered` in microseconds."""
+        return [
+            number
+            for number, (module, kind, own, hooks, pre_hooks) in enumerate(self._modules)
+            if hooks or pre_hooks or "forward" in own or type(module) is not kind
+        ]
 
     def mark(self) -> Hashable:
         """Return a value that changes when weights change, an adapter is switched or a layer is altered."""
