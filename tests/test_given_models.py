@@ -101,6 +101,16 @@ def test_what_cannot_be_used_is_refused_in_one_line(case, model):
     assert "\n" not in str(caught.value)
 
 
+def test_a_compiled_model_runs_uncompiled(model, caplog):
+    calls = []
+    compiled = torch.compile(model, backend=lambda module, inputs: calls.append(module) or module.forward)
+    plain, drafted = polydraft.load(model, "none"), polydraft.load(compiled, compiled)
+    with caplog.at_level("INFO"):
+        polydraft.load(compiled, "none")
+    assert "the target is compiled by torch.compile" in caplog.text
+    assert drafted.generate([5, 6], **GREEDY).token_ids == plain.generate([5, 6], **GREEDY).token_ids and not calls
+
+
 def test_tokenizers_of_others_are_refused(model, other_vocabulary, tiny):
     with pytest.raises(UsageError, match=r"the tokenizer has 260 tokens but target .* 257; pass the target's own"):
         polydraft.load(model, tokenizer=AutoTokenizer.from_pretrained(other_vocabulary))

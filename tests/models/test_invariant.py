@@ -234,6 +234,7 @@ def test_captured_passes_read_prompts_into_any_row(tiny, monkeypatch, family, re
         registered(SHAPES, "wider", shape)
         model = InflatedModel(model, "wider", native=False)
     monkeypatch.setattr("polydraft.models.hf_context.READING_SIZES", (4, 8))
+    monkeypatch.setattr("polydraft.models.hf_context._MOST_TOGETHER", 8)
     fused = FusedBody(lean_body(model.hf_model), invariant=True)
     parts = [
         [list(range(3, 9)), [], []],

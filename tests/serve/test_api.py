@@ -14,6 +14,7 @@ from covering import covering
 from polydraft.loading import load
 from polydraft.sampling import SamplingParams
 from polydraft.serve.protocol import read_request
+from polydraft.serve.streaming import framed
 
 MESSAGES = [{"role": "user", "content": "Hello there"}]
 
@@ -190,3 +191,11 @@ def test_what_a_request_leaves_out_follows_the_model(serving, roomy: str, tmp_pa
     answer = server.post("/v1/completions", {"prompt": "abc", "temperature": 0, "max_tokens": 12}).json()
     expected = decoder.generate("abc", sampling=SamplingParams(temperature=0), max_new_tokens=12)
     assert answer["choices"][0]["text"] == expected.text
+
+
+def test_streams_have_no_line_ends_inside_their_lines():
+    text = "".join(map(chr, range(0x2100))) + "\U0001f600"
+    stream = framed([{"text": text}, {"type": "end"}]).decode()
+    first, none, kind, last, *rest = stream.splitlines()
+    assert json.loads(first.removeprefix("data: ")) == {"text": text} and "é" in first, "readable where it may be"
+    assert [none, kind, last, *rest] == ["", "event: end", 'data: {"type": "end"}', ""]

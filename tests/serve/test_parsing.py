@@ -2,6 +2,7 @@
 
 import json
 import random
+import sys
 from itertools import pairwise
 
 import pytest
@@ -101,7 +102,7 @@ GOOD = [
 ]
 """Form, prompt, text, and what it says."""
 DEEP = "[" * 1500 + "]" * 1500
-"""Python does not read so many levels."""
+"""Python does not read so many levels, unless somebody has raised its limit."""
 BROKEN = [
     ("hermes", "", "a <tool_call> b", [(CONTENT, "a <tool_call> b", -1)]),
     ("hermes", "", '<tool_call>{"name": "weather"}</tool_call>', None),
@@ -129,6 +130,15 @@ BROKEN = [
 ]
 """The same; None where all of it is content."""
 CUTS = GOOD + BROKEN
+
+
+@pytest.fixture(autouse=True)
+def usual_limit():
+    """Compilers raise the limit of the process in which other tests run."""
+    before = sys.getrecursionlimit()
+    sys.setrecursionlimit(1000)
+    yield
+    sys.setrecursionlimit(before)
 
 
 @pytest.mark.parametrize(("form", "prompt", "text", "expected"), CUTS, ids=[f"{one[0]}-{n}" for n, one in enumerate(CUTS)])

@@ -1,5 +1,6 @@
 """Checks of target and draft models that the caller has loaded. The models are not changed."""
 
+import logging
 from typing import Any
 
 import torch
@@ -11,6 +12,8 @@ from polydraft.models.heads.head import Head
 from polydraft.models.hf import HFModel
 from polydraft.models.language_model import LanguageModel
 
+logger = logging.getLogger(__name__)
+
 _MOST_PADDING = 512
 """Rows by which embedding tables of the same tokenizer may differ: sizes are rounded up to multiples of 64 to 512."""
 
@@ -21,6 +24,9 @@ def given_model(model: Any, role: str) -> Any:
         raise UsageError(
             f"{role} is an object of type {type(model).__name__}; allowed: a name, a folder, a model of transformers or peft"
         )
+    if isinstance(compiled := getattr(model, "_orig_mod", None), torch.nn.Module):
+        model = compiled
+        logger.info("the %s is compiled by torch.compile; polydraft runs it uncompiled", role)
     model = unwrapped(model)
     # accelerate may hold weights elsewhere and fetch them when a module runs.
     hooked = any(hasattr(module, "_hf_hook") for module in model.modules())

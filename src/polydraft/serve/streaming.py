@@ -17,6 +17,8 @@ from polydraft.serve.service import Builds, Service
 
 _LOGGER = logging.getLogger("polydraft.serve")
 _END = {"type": "http.response.body", "body": b""}
+_LINE_ENDS = {ord(end): f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"}
+"""Clients that split a stream into lines by Unicode's rules (httpx, for one) would cut JSON at these characters."""
 
 
 class ClientGoneError(Exception):
@@ -147,5 +149,5 @@ async def disconnected(receive: Receive) -> None:
 def framed(events: Sequence[dict[str, Any]]) -> bytes:
     """Return events in the format of a stream, named by their types if they have one."""
     names = (f"event: {event['type']}\n" if "type" in event else "" for event in events)
-    lines = [f"{name}data: {json.dumps(event, ensure_ascii=False)}\n\n" for name, event in zip(names, events, strict=True)]
-    return "".join(lines).encode()
+    data = (json.dumps(event, ensure_ascii=False).translate(_LINE_ENDS) for event in events)
+    return "".join(f"{name}data: {line}\n\n" for name, line in zip(names, data, strict=True)).encode()
