@@ -159,7 +159,7 @@ def test_by_name(wider, roomy, monkeypatch):
     assert texts[0] == texts[1]
     assert source_name(name) == roomy and default_draft("inflated:7b") == default_draft("smollm2")
     assert parse_inflated("inflated:7b") == ("7b", "smollm2")
-    monkeypatch.setattr(module.Path, "read_text", lambda self: "MemAvailable: 3 kB")
+    monkeypatch.setattr(module, "free_bytes", lambda device: 3000)
     with pytest.raises(FailureError, match="smaller shape"):
         inflate(small.model.hf_model, WIDER)
 
