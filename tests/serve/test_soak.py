@@ -160,7 +160,7 @@ def test_soak_of_a_process(roomy, capsys):
     """Ten minutes; SOAK_TARGET=smollm2 takes the bundled pair, SOAK_SECONDS and SOAK_REQUESTS another size."""
     target, count = os.environ.get("SOAK_TARGET", roomy), int(os.environ.get("SOAK_REQUESTS", "2000"))
     seconds = float(os.environ.get("SOAK_SECONDS", "600"))
-    pair = {"target": target, "tree": "3x2x1", "draft": "early-exit:1" if target == roomy else "auto"}
+    pair = {"target": target, "tree": "3x2x1", "draft": "early-exit:1" if target == roomy else "auto", "dtype": "float32"}
     given = [text for name, value in pair.items() for text in (f"--{name}", value)]
     with process(*given, "--slots", "4", "--max-queue", "40", "--slot-tokens", "512") as (one, url):
         threading.Thread(target=one.stderr.read, daemon=True).start()  # a full pipe would stop the server
