@@ -8,7 +8,9 @@ from transformers import MambaConfig, MambaForCausalLM
 import polydraft
 from covering import covering, keeping
 from polydraft.certify.chi_square import chi_square_p_value
-from polydraft.draft import Parts, make_drafter
+from polydraft.draft import Parts, TreeDrafter, make_drafter
+from polydraft.draft.copy_source import CopySource
+from polydraft.draft.ladder import Ladder
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES
@@ -50,6 +52,22 @@ def test_texts_go_on_where_others_end(dtype: torch.dtype) -> None:
         for _ in range(2):
             found = ours.generate(PROMPTS, sampling=GREEDY, max_new_tokens=limits, keep=True)
             assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+
+
+def test_rounds_without_candidates_take_no_pass_of_the_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With many texts at a time nothing is drafted; then the default must not be slower than plain decoding."""
+    target, passes = HFModel(FAMILIES.get("llama").build()), []
+    extend = CopySource._extend
+    monkeypatch.setattr(CopySource, "_extend", lambda source, *inputs: passes.append(1) or extend(source, *inputs))
+    plain = Decoder(target).generate(PROMPTS, sampling=GREEDY, max_new_tokens=16)
+    for place, expected in ((0, 0), (1, plain[0].stats.rounds // 2)):
+        passes.clear()
+        monkeypatch.setattr(Ladder, "guess", lambda ladder, rows, place=place: place)
+        monkeypatch.setattr(Ladder, "best", lambda ladder, rows, situation, place=place: place)
+        drafter = TreeDrafter(Int8Copy(target), parse_tree("2x1"), by_load=True)
+        found = Decoder(target, drafter).generate(PROMPTS, sampling=GREEDY, max_new_tokens=16)
+        assert [one.token_ids for one in found] == [one.token_ids for one in plain]
+        assert len(passes) == expected
 
 
 @pytest.mark.parametrize("tree", keeping(TREES[:-1], TREES[1]))

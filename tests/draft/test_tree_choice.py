@@ -3,13 +3,12 @@
 import pytest
 
 from polydraft.draft.ladder import AGAIN, Timings
-from polydraft.draft.tree_choice import FAIR, Size, TreeChoice, sizes_of
+from polydraft.draft.tree_choice import FAIR, TreeChoice, trees_by_load
 from polydraft.lab.theory import cost_curve, tree_tokens
 from polydraft.trees import Topology, parse_tree
 
 LARGEST = parse_tree("4x2x2x1x1")
-SIZES = sizes_of(LARGEST)
-TREES = tuple(size.tree for size in SIZES)
+TREES = trees_by_load(LARGEST)
 # Free up to some hundred tokens, by the token from there on.
 GPU = cost_curve({1: 1.0, 128: 1.1, 256: 1.5, 512: 2.6, 4096: 20.0})
 ROWS = [2, 4, 8, 16, 32, 64]
@@ -36,7 +35,7 @@ class Machine:
     def run(self, choice: TreeChoice, rounds: int) -> list[Topology]:
         used = []
         for _ in range(rounds):
-            tree = choice.sizes[choice.place].tree
+            tree = choice.trees[choice.place]
             used.append(tree)
             self.now += self.seconds(tree)
             choice.settle(self.rows, [self.tokens(tree) - 1] * self.rows)
@@ -44,7 +43,7 @@ class Machine:
 
 
 def chosen(machine: Machine, timings: Timings, rounds: int = 120) -> list[Topology]:
-    choice = TreeChoice(SIZES, timings, machine.rows, machine.clock)
+    choice = TreeChoice(TREES, timings, machine.rows, machine.clock)
     choice.alone = False
     return machine.run(choice, rounds)
 
@@ -57,31 +56,7 @@ def test_smaller_trees_fit_into_the_largest() -> None:
         "3": ["none", "1", "3"],
         "chain:1": ["none", "1"],
     }.items():
-        assert [str(size.tree) for size in sizes_of(parse_tree(largest))] == expected
-
-
-def test_rows_share_out_the_nodes_of_chains_where_passes_leave_tokens_out() -> None:
-    def listed(largest: str) -> list[tuple[str, float]]:
-        return [(str(size.tree), size.nodes) for size in sizes_of(parse_tree(largest), shared=True)]
-
-    chain, deep = "1x1x1x1", [("none", 1), ("1x1x1x1", 1.5), ("1x1x1x1", 2), ("1x1", 3), ("1x1x1x1", 3), ("1x1x1x1", 5)]
-    assert listed("4x2x2x1x1") == [*deep, ("2x1x1x1", 9), ("4x2x2x1x1", 61)]
-    assert listed("2x1") == [("none", 1), ("1x1", 1.5), ("1x1", 2), ("1x1", 3), ("2x1", 5)]
-    assert listed("3") == [("none", 1), ("1", 2), ("3", 4)], "there is nothing to share out"
-    few, many = Size(parse_tree(chain), 1.5), Size(parse_tree(chain), 3.0)
-    assert few.fair(FAIR) < Size(parse_tree("chain:1")).fair(FAIR) < Size(parse_tree("chain:2")).fair(FAIR) < many.fair(FAIR)
-    assert few.kept(5) == 8 and many.kept(5) == 15 and Size(LARGEST).kept(5) is None
-    assert Size(parse_tree("chain:1"), 3.0).kept(5) == 10, "no more than there are"
-
-
-def test_texts_that_must_not_depend_on_others_share_nothing_out() -> None:
-    choice = TreeChoice(sizes_of(LARGEST, shared=True), Timings(), 8)
-    choice.alone = False
-    for place, size in enumerate(choice.sizes):
-        choice.ladder.place, choice.steady, choice.mixed = place, True, True
-        assert choice.sizes[choice.place].mean is None
-        choice.steady = False
-        assert choice.place == place and (size.mean is None or place not in choice.mixed_kinds(8))
+        assert [str(tree) for tree in trees_by_load(parse_tree(largest))] == expected
 
 
 @pytest.mark.parametrize("acceptance", [0.4, 1.0, 1.4])
@@ -136,7 +111,7 @@ def test_neighbours_are_tried_again_now_and_then() -> None:
 
 def test_one_slow_round_changes_nothing() -> None:
     machine, timings = Machine(16), Timings()
-    choice = TreeChoice(SIZES, timings, machine.rows, machine.clock)
+    choice = TreeChoice(TREES, timings, machine.rows, machine.clock)
     choice.alone = False
     before = machine.run(choice, 120)[-1]
     machine.now += 100.0
@@ -149,21 +124,19 @@ def test_one_slow_round_changes_nothing() -> None:
 def test_a_row_alone_has_the_largest_tree_and_steady_texts_one_that_is_cheap() -> None:
     for rows, steady, expected in ((1, False, LARGEST), (1, True, LARGEST), (2, True, TREES[2]), (64, True, TREES[2])):
         machine = Machine(rows)
-        choice = TreeChoice(SIZES, Timings(), rows, machine.clock)
+        choice = TreeChoice(TREES, Timings(), rows, machine.clock)
         choice.alone, choice.steady = rows == 1, steady
         assert machine.run(choice, 30) == [expected] * 30
     assert str(TREES[2]) == "1x1"
-    choice = TreeChoice(sizes_of(parse_tree("16")), Timings(), 8)
+    choice = TreeChoice(trees_by_load(parse_tree("16")), Timings(), 8)
     choice.steady = True
-    assert str(choice.sizes[choice.place].tree) == "1", "a tree of one level has no chain of two"
+    assert str(choice.trees[choice.place]) == "1", "a tree of one level has no chain of two"
 
 
 @pytest.mark.parametrize("largest", ["2x1", "2x2", "3x1", "chain:3", "2x1x1", "4x2x1x1x1", "16", "chain:1"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 8, 64])
-@pytest.mark.parametrize("shared", [False, True])
-def test_every_tree_that_rounds_begin_with_is_rehearsed(largest: str, rows: int, shared: bool) -> None:
-    tree = parse_tree(largest)
-    choice = TreeChoice(sizes_of(tree, shared), Timings(), rows)
+def test_every_tree_that_rounds_begin_with_is_rehearsed(largest: str, rows: int) -> None:
+    choice = TreeChoice(trees_by_load(parse_tree(largest)), Timings(), rows)
     choice.alone = rows == 1
     assert choice.place in choice.kinds(rows) and len(set(choice.kinds(rows))) == len(choice.kinds(rows))
     choice.steady = True
@@ -173,7 +146,7 @@ def test_every_tree_that_rounds_begin_with_is_rehearsed(largest: str, rows: int,
 def test_rehearsals_teach_what_rounds_take() -> None:
     machine, timings = Machine(16), Timings()
     for place in range(len(TREES)):
-        choice = TreeChoice(SIZES, timings, machine.rows, machine.clock)
+        choice = TreeChoice(TREES, timings, machine.rows, machine.clock)
         choice.rehearsed = place
         assert machine.run(choice, 10) == [TREES[place]] * 10
     used = chosen(machine, timings, 10)
@@ -182,7 +155,7 @@ def test_rehearsals_teach_what_rounds_take() -> None:
 
 def test_rehearsals_say_nothing_of_the_draft() -> None:
     machine, timings = Machine(16), Timings()
-    choice = TreeChoice(SIZES, timings, machine.rows, machine.clock)
+    choice = TreeChoice(TREES, timings, machine.rows, machine.clock)
     choice.alone = False
     for place in reversed(range(len(TREES))):
         choice.rehearsed = place
@@ -190,13 +163,13 @@ def test_rehearsals_say_nothing_of_the_draft() -> None:
             machine.now += machine.seconds(TREES[place])
             choice.settle(machine.rows, [0] * machine.rows)  # made-up texts: nothing is accepted
     choice.rehearsed = None
-    assert choice.sizes[choice.place].tree == max(TREES, key=machine.rate)
+    assert choice.trees[choice.place] == max(TREES, key=machine.rate)
 
 
 def test_a_draft_that_was_bad_is_tried_again() -> None:
     timings = Timings()
     bad = Machine(64, acceptance=0.05)
-    choice = TreeChoice(SIZES, timings, bad.rows, bad.clock)
+    choice = TreeChoice(TREES, timings, bad.rows, bad.clock)
     choice.alone = False
     used = bad.run(choice, 400)
     assert used[-1].num_nodes == 1 and sum(tree.num_nodes == 1 for tree in used[100:]) > 250, "it rests, most of the time"

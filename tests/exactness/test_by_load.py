@@ -10,7 +10,7 @@ from covering import all_slow, covering, keeping, some_slow
 from polydraft.certify.reference import greedy_text
 from polydraft.draft import TreeDrafter
 from polydraft.draft.ladder import Ladder
-from polydraft.draft.tree_choice import TreeChoice, sizes_of
+from polydraft.draft.tree_choice import TreeChoice, trees_by_load
 from polydraft.engine import Decoder, Engine, Generation, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.sampling import IDLE, RowParams, SamplingParams
@@ -24,8 +24,8 @@ from .setups import DRAFT, HEAD, PENALTIES, RAGGED_PROMPTS, TARGET
 pytestmark = pytest.mark.usefixtures("short_blocks")
 
 TREE = parse_tree("4x2x1")
-SIZES = sizes_of(TREE)
-PLACES = len(SIZES)
+TREES = trees_by_load(TREE)
+PLACES = len(TREES)
 MODELS = {"model": DRAFT, "head": HEAD}
 GREEDY = SamplingParams(temperature=0)
 SAMPLINGS: dict[str, Any] = {
@@ -168,7 +168,7 @@ def test_a_warm_decoder_has_tried_every_tree_that_may_pay() -> None:
     decoder = by_load()
     decoder.warm_up(batch_size=4, longest=80)
     tried = [place for place in range(PLACES) if decoder.drafter._timings.seconds((4, "hybrid"), place) is not None]
-    tokens = [4 * size.nodes for size in SIZES]
+    tokens = [4 * tree.num_nodes for tree in TREES]
     steady = 2  # the chain of two
     assert tried == [0, *(place for place in range(1, PLACES) if tokens[place] >= 16 or place == steady)] and len(tried) > 2
 

@@ -1,7 +1,5 @@
 """A token's bits on a GPU: in trees, in batches, in prompts read in parts, and alone they are the same."""
 
-import dataclasses
-
 import pytest
 import torch
 from torch import Tensor
@@ -11,16 +9,12 @@ from models.invariant_cases import TreeCase, numbers, products
 from polydraft.backends.triton import invariant as _invariant
 from polydraft.backends.triton.invariant import AttendPlan
 from polydraft.draft import TreeDrafter
-from polydraft.draft.ladder import Ladder
-from polydraft.draft.tree_choice import sizes_of
-from polydraft.engine import Decoder, Engine, TokenSequence
-from polydraft.engine.workspace import Workspace
+from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES, language_model
 from polydraft.models.hf import HFModel
-from polydraft.sampling import IDLE, RowParams, SamplingParams
-from polydraft.sampling.categorical import row_generator
-from polydraft.trees import Block, SlicedMask, parse_tree
+from polydraft.sampling import SamplingParams
+from polydraft.trees import Block, parse_tree
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -180,56 +174,3 @@ def test_what_cannot_be_invariant_says_so() -> None:
         HFModel(FAMILIES.get("gpt2").build().to("cuda", torch.bfloat16), invariant=True)
     assert HFModel(FAMILIES.get("llama").build().to("cuda", torch.bfloat16)).invariant
     assert not HFModel(FAMILIES.get("llama").build().to("cuda")).invariant, "float32 must be asked for"
-
-
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize(("tree", "window"), [("chain:4", None), ("2x2x1", None), ("chain:4", 40)])
-def test_kept_tokens_have_the_bits_that_they_have_among_all(tree: str, window: int | None, captured: bool) -> None:
-    model, topology, rows = llama(window=window), parse_tree(tree), 5
-    nodes = topology.num_nodes
-    block = SlicedMask.of(topology, torch.device("cuda")).level(0, nodes).expand(rows)
-    tokens = torch.arange(7, 7 + rows * nodes, device="cuda").view(rows, nodes)
-    # Nodes of each row down to some number: parents come before their children.
-    counts = [1, nodes, 2, 3, 1]
-    kept = torch.tensor([row * nodes + node for row, count in enumerate(counts) for node in range(count)], device="cuda")
-    found = []
-    for one in (block, dataclasses.replace(block, kept_K=kept)):
-        with torch.inference_mode():
-            context = model.start(rows, 256)
-            context.prefill([list(range(3, 3 + 17 * (row + 1))) for row in range(rows)])
-            features = context.extend(tokens, one).clone()
-            if captured:
-                graph, inputs = torch.cuda.CUDAGraph(), tokens.clone()
-                torch.cuda.synchronize()
-                with torch.cuda.graph(graph):
-                    features = context.extend(inputs, one)
-                graph.replay()
-            found.append(features.flatten(0, 1))
-    assert found[1][kept].equal(found[0][kept])
-    left_out = torch.ones(rows * nodes, dtype=torch.bool, device="cuda").index_fill_(0, kept, False)
-    assert not found[1][left_out].any() and found[0][left_out].any()
-
-
-def test_rounds_that_share_out_nodes_are_captured_and_greedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = llama()
-    monkeypatch.setattr(target, "leaves_out", True)
-    places = [place for place, size in enumerate(sizes_of(parse_tree("4x2x1"), shared=True)) if size.mean is not None]
-    monkeypatch.setattr(Ladder, "best", lambda ladder, rows, *_: places[-1] if rows > 1 else ladder.largest)
-    monkeypatch.setattr(Ladder, "guess", lambda ladder, rows: places[-1])
-    prompts = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [3, 4], list(range(40, 60))]
-    plain = Decoder(target).generate(prompts, sampling=GREEDY, max_new_tokens=60)
-    decoder = Decoder(target, TreeDrafter(llama(layers=2), parse_tree("4x2x1"), by_load=True))
-    workspace = Workspace(target, decoder.drafter, RowParams((IDLE,) * 4), decoder.graphs, decoder.ahead)
-    engine = Engine(workspace, elastic=True)
-    sequences = [
-        TokenSequence(prompt=prompt, params=GREEDY, generator=row_generator(row), max_new_tokens=60, steady=False)
-        for row, prompt in enumerate(prompts)
-    ]
-    for sequence in sequences:
-        engine.add(sequence)
-    while not engine.done:
-        engine.step()
-    assert [one.new_tokens for one in sequences] == [one.token_ids for one in plain]
-    assert engine.stats.replayed_rounds > 0
-    drafted = [one.speculation.drafted_tokens / one.speculation.rounds for one in sequences]
-    assert sum(drafted) / len(drafted) < 2.5 and max(drafted) != min(drafted), "two each, shared out"

@@ -1,7 +1,5 @@
 """Products and attention of one order, in Triton's interpreter: what they compute. That bits agree is a GPU's to show."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -11,7 +9,7 @@ from models.invariant_cases import TreeCase, products
 from polydraft.backends.triton import invariant as _invariant
 from polydraft.backends.triton import power_of_two
 from polydraft.backends.triton.invariant import AttendPlan, plan_attend, plan_product, splits_of
-from polydraft.backends.triton.layers import FusedBody, linear
+from polydraft.backends.triton.layers import FusedBody
 from polydraft.errors import UsageError
 from polydraft.models import FAMILIES
 from polydraft.models.bodies import lean_body
@@ -170,47 +168,6 @@ def test_a_body_computes_what_the_usual_one_does(tiny, monkeypatch):
             found.append(model.head(context.extend(torch.tensor([[9], [8]]), one)))
     for usual, invariant in zip(found[:2], found[2:], strict=True):
         torch.testing.assert_close(invariant, usual, rtol=1e-4, atol=1e-4)
-
-
-@needs_triton
-@pytest.mark.parametrize(("family", "tree", "invariant"), [
-    ("llama", "chain:3", True),
-    pytest.param("llama", "2x1", True, marks=pytest.mark.slow),
-    pytest.param("llama", "chain:3", False, marks=pytest.mark.slow),
-    pytest.param("mistral-sliding", "chain:3", True, marks=pytest.mark.slow),
-    pytest.param("mistral-sliding", "2x1", False, marks=pytest.mark.slow),
-])  # fmt: skip
-def test_tokens_that_a_block_does_not_keep_are_not_computed(tiny, monkeypatch, family, tree, invariant):
-    """They change nothing for the others, store nothing, and take no part in products."""
-    model, topology = tiny(family), parse_tree(tree)
-    body, nodes = FusedBody(lean_body(model.hf_model), invariant=invariant), topology.num_nodes
-    monkeypatch.setattr(model, "fast", body)
-    rows = []
-
-    def multiply(hidden, *weights):
-        rows.append(hidden.numel() // hidden.shape[-1])
-        return linear(hidden, *weights)
-
-    monkeypatch.setattr(body, "_product", multiply)
-    block = SlicedMask.of(topology, torch.device("cpu")).level(0, nodes).expand(3)
-    kept = torch.tensor([0, 1, nodes, 2 * nodes, 2 * nodes + 1, 2 * nodes + (2 if topology.max_children == 1 else 3)])
-    tokens = torch.arange(11, 11 + 3 * nodes).view(3, nodes)
-    found, stored = [], []
-    for one in (block, replace(block, kept_K=kept)):
-        with torch.no_grad():
-            context = model.start(3, 32)
-            context.prefill([[5, 6, 7, 8, 9], [3, 4], list(range(30, 51))])
-            keys = context.cache.keys_LBHSC
-            keys[:, 1, :, 3:] = 7.0  # what was there before stays, where a token is left out
-            rows.clear()
-            found.append(context.extend(tokens, one).flatten(0, 1))
-            stored.append(keys.clone())
-    usual, packed = found
-    torch.testing.assert_close(packed[kept], usual[kept], rtol=1e-5, atol=1e-6)
-    others = [token for token in range(3 * nodes) if token not in kept.tolist()]
-    assert not packed[others].any() and usual[others].any(1).all()
-    assert set(rows) == {len(kept)}
-    assert (stored[1][:, 1, :, 3:] == 7.0).all() and not (stored[0][:, 1, :, 3:6] == 7.0).all()
 
 
 class FirstOfItsKind:

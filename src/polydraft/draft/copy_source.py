@@ -20,6 +20,7 @@ class CopySource(DistributionSource):
     """
 
     follows_any_path = movable = True
+    keeps_text = False
 
     def __init__(self, model: Int8Copy) -> None:
         super().__init__(model.device, model.vocabulary)

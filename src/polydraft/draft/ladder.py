@@ -38,8 +38,8 @@ AGAIN = 4096
 class Rung:
     """A size of rounds."""
 
-    nodes: float
-    """Nodes of every row's tree, root included; the average if the rows share them out."""
+    nodes: int
+    """Nodes of every row's tree, root included."""
     depth: int = 0
     """Levels below the root."""
     fair: float = 0.0

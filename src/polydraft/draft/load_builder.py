@@ -1,20 +1,18 @@
 """Static trees by load: rounds of a batch have the tree that brings most tokens over time, on a GPU."""
 
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
 from typing import Unpack
 
 import torch
 from torch import Tensor
 
-from polydraft.draft.budget import keep_likeliest
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.static_builder import DrawOptions, StaticBuilder
 from polydraft.draft.static_plan import LevelPlan, TreePlan, plan_passes
 from polydraft.draft.tree_choice import TreeChoice
 from polydraft.sampling import NO_TOKEN, RowParams
 from polydraft.transfers import assign
-from polydraft.trees import DraftTree, Topology
+from polydraft.trees import Topology
 from polydraft.verify import SCHEMES
 
 
@@ -29,7 +27,7 @@ class LoadBuilder(StaticBuilder):
         Chooses a tree for every round; the last of its trees is the one that was asked for.
     """
 
-    ROW_STATE = (*StaticBuilder.ROW_STATE, "_limited_B", "_steady", "_working_B", "_working")
+    ROW_STATE = (*StaticBuilder.ROW_STATE, "_limited_B", "_steady")
     reads_along = True  # the source's cache must not depend on the tree
 
     def __init__(
@@ -40,24 +38,19 @@ class LoadBuilder(StaticBuilder):
         vocab_size: int,
         **options: Unpack[DrawOptions],
     ) -> None:
-        super().__init__(source, choice.sizes[-1].tree, params, vocab_size, **options)
+        super().__init__(source, choice.trees[-1], params, vocab_size, **options)
         self._choice, self._limits = choice, False
         """`_limits`: whether rehearsed rounds have limited rows."""
-        self._plans = [plan_passes(size.tree, source.device, source.lead) for size in choice.sizes]
+        self._plans = [plan_passes(tree, source.device, source.lead) for tree in choice.trees]
         self._limited_B = torch.zeros_like(self._greedy_B)
         """`_steady` on the device: rows limited to the steady tree in rounds of a larger one."""
         self._steady: list[bool] = [False] * len(params)
         """Rows whose trees must not depend on what pays."""
-        self._working_B = torch.ones_like(self._greedy_B)
-        """Running rows, which share out the nodes of a round if its size says so."""
-        self._working = [True] * len(params)
-        self._chances: list[Tensor] = []
-        """The draft's probability of each row's likeliest child, level by level, if nodes are shared out."""
 
     @property
     def next_tree(self) -> Topology:
         """The tree that pays."""
-        return self._choice.sizes[self._choice.place].tree
+        return self._choice.trees[self._choice.place]
 
     @property
     def plan(self) -> TreePlan:
@@ -109,10 +102,6 @@ class LoadBuilder(StaticBuilder):
         if self._steady != wanted:
             self._steady = wanted
             assign(self._limited_B, wanted)
-        working = [one is not None for one in steady]
-        if self._working != working:
-            self._working = working
-            assign(self._working_B, working)
 
     def new_row(self, name: str) -> bool:
         """Start without a limit."""
@@ -138,8 +127,6 @@ class LoadBuilder(StaticBuilder):
     def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> Tensor | None:
         """Draw one level; limited rows keep one child of one node, drawn again as an only child unless chosen by rank."""
         probs_BGV = super().draw(level, logits_BGV, tokens_BN, uniforms_BU)
-        if self._kept is not None:
-            self._chances.append(self._chance(logits_BGV, probs_BGV))
         if not (spine := self._spine):
             return probs_BGV
         limited_B1, first = self._limited_B[:, None], None
@@ -153,31 +140,3 @@ class LoadBuilder(StaticBuilder):
         if first is not None:
             tokens_BN[:, child : child + 1] = torch.where(limited_B1, first, tokens_BN[:, child : child + 1])
         return probs_BGV
-
-    def _chance(self, logits_B1V: Tensor, probs_B1V: Tensor | None) -> Tensor:
-        """Return the draft's probability of each row's likeliest child, at its own temperature; at 1 for greedy rows."""
-        drawn_B = None if probs_B1V is None else probs_B1V[:, 0].amax(-1)
-        if drawn_B is not None and not self._distributions.params.mixed:
-            return drawn_B
-        known_BV = logits_B1V[:, 0, : self._distributions.num_columns].float()
-        likeliest_B = (known_BV.amax(-1) - known_BV.logsumexp(-1)).exp()
-        return likeliest_B if drawn_B is None else torch.where(self._greedy_B, likeliest_B, drawn_B.float())
-
-    @property
-    def _kept(self) -> int | None:
-        """How many nodes of all rows together the target reads in the next round; None for all."""
-        choice = self._choice
-        return choice.sizes[choice.place].kept(len(self._greedy_B))
-
-    def plant(self, root_B: Tensor) -> Tensor:
-        """Start new trees."""
-        self._chances = []
-        return super().plant(root_B)
-
-    def tree(self, tokens_BN: Tensor) -> DraftTree:
-        """Return the trees; if rows share out nodes, the nodes that were not kept lose their tokens."""
-        if (count := self._kept) is None:
-            return super().tree(tokens_BN)
-        kept_K = keep_likeliest(torch.stack(self._chances, dim=1), self._working_B, count)
-        kept_X = torch.zeros_like(tokens_BN, dtype=torch.bool).flatten().index_fill_(0, kept_K, value=True)
-        return replace(super().tree(tokens_BN.where(kept_X.view_as(tokens_BN), NO_TOKEN)), kept_K=kept_K)

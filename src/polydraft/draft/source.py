@@ -119,6 +119,8 @@ class DistributionSource(Source):
 
     lead: int = 0
     """Places before the root in the source's passes."""
+    keeps_text: bool = True
+    """Whether the source keeps a cache of the text, so that it may have to read the root even if that is the whole tree."""
 
     def __init__(self, device: torch.device, vocabulary: PartialVocabulary | None = None) -> None:
         self.device, self.vocabulary = device, vocabulary

@@ -106,7 +106,7 @@ class StaticBuilder(DistributionBuilder):
     ROW_STATE: ClassVar[tuple[str, ...]] = ("_greedy_B",)
     elastic = static = movable = True
     reads_along: bool = False
-    """Whether the source passes the root even if that is the whole tree."""
+    """Whether a source that keeps the text passes the root even if that is the whole tree."""
     whole: bool = True
     """Whether every row draws all children of its nodes."""
 
@@ -170,7 +170,7 @@ class StaticBuilder(DistributionBuilder):
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Pass each level through the source and draw the next one."""
         tokens_BN, levels = self.plant(tail_B2[:, 1]), self.plan.levels
-        features_BWF = self.source.root(tail_B2) if levels or self.reads_along else None
+        features_BWF = self.source.root(tail_B2) if levels or (self.reads_along and self.source.keeps_text) else None
         for level in levels:
             if level.first > 0:
                 tokens_BW, block = tokens_BN[:, level.first : level.stop], level.block.expand(len(tokens_BN))

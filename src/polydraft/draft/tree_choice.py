@@ -6,7 +6,6 @@ in rounds of a larger tree.
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 from polydraft.draft.ladder import Ladder, Rung, Timings
 from polydraft.draft.speedup import tree_tokens
@@ -16,57 +15,21 @@ _DEEPEST = 4
 """Most levels of smaller trees."""
 FAIR = (0.55, 0.14, 0.06, 0.04)
 """Chances that an average draft's first child is accepted, its second, and so on, to compare trees."""
-_MEANS, _SHARED_GAIN = (1.5, 2.0, 3.0), 1.15
-"""Nodes per row, roots included, that rows with chains share out; and how many more tokens that brings than chains of the same
-length each."""
 _STEADY = 3
 """Most nodes of the steady tree of a batch: those of a chain of two, which pays for 2 rows as well as for 64."""
 
 
-@dataclass(frozen=True)
-class Size:
-    """A size of rounds: the tree that every row draws, and how much of it the target reads."""
-
-    tree: Topology
-    mean: float | None = None
-    """Nodes per row that the target reads, root included, if the rows share them out (`polydraft.draft.budget`); None for
-    all."""
-
-    @property
-    def nodes(self) -> float:
-        """Nodes per row that the target reads."""
-        return self.tree.num_nodes if self.mean is None else self.mean
-
-    def kept(self, rows: int) -> int | None:
-        """Return how many nodes a batch of this many rows keeps; None for all."""
-        return None if self.mean is None else min(round(rows * self.mean), rows * self.tree.num_nodes)
-
-    def fair(self, ranks: Sequence[float]) -> float:
-        """Return the expected accepted tokens per row, for a draft whose k-th children have these chances."""
-        if self.mean is None:
-            return tree_tokens(self.tree, ranks) - 1
-        whole = int(self.mean) - 1  # of the nodes below the root
-        below, above = (sum(ranks[0] ** level for level in range(1, depth + 1)) for depth in (whole, whole + 1))
-        return _SHARED_GAIN * (below + (self.mean - 1 - whole) * (above - below))
-
-
-def sizes_of(largest: Topology, shared: bool = False) -> tuple[Size, ...]:
-    """Return a tree and the sizes that may replace it when many rows share a pass, smallest first; the first is a lone root.
+def trees_by_load(largest: Topology) -> tuple[Topology, ...]:
+    """Return a tree and the trees that may replace it when many rows share a pass, smallest first; the first is a lone root.
 
     Chains come before trees: another token pays best where it is likeliest, and a chain's tokens are read like a text and need
-    not be moved when committed. `shared`: passes skip the tokens that are not kept, so rows may share out the nodes of their
-    chains.
+    not be moved when committed.
     """
     depth = min(largest.depth, _DEEPEST)
-    chains = {length: Size(parse_tree(f"chain:{length}")) for length in sorted({1, 2, depth}) if length <= depth}
-    found = [Size(parse_tree("none")), *chains.values()]
-    if shared and depth > 1:
-        del chains[1]
-        found = [found[0], *chains.values(), *(Size(chains[depth].tree, mean) for mean in _MEANS if mean <= depth)]
-        found.sort(key=lambda size: size.nodes)  # stable: at as many nodes each row's own before shared ones
+    found = [parse_tree("none"), *(parse_tree(f"chain:{length}") for length in sorted({1, 2, depth}) if length <= depth)]
     if depth > 1 and largest.max_children > 1:
-        found.append(Size(parse_tree("x".join(["2", *["1"] * (depth - 1)]))))
-    return (*(size for size in found if size.nodes < largest.num_nodes), Size(largest))
+        found.append(parse_tree("x".join(["2", *["1"] * (depth - 1)])))
+    return (*(tree for tree in found if tree.num_nodes < largest.num_nodes), largest)
 
 
 class TreeChoice:
@@ -74,8 +37,8 @@ class TreeChoice:
 
     Parameters
     ----------
-    sizes : sequence of Size
-        Smallest first; the last is the tree that was asked for.
+    trees : sequence of Topology
+        Smallest first; the last is the one that was asked for.
     timings : Timings
     rows : int
         Initial rows of the batch.
@@ -84,12 +47,12 @@ class TreeChoice:
     """
 
     def __init__(
-        self, sizes: Sequence[Size], timings: Timings, rows: int = 1, clock: Callable[[], float] = time.perf_counter
+        self, trees: Sequence[Topology], timings: Timings, rows: int = 1, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        self.sizes = tuple(sizes)
-        wider = max((size.tree.max_children for size in sizes), default=0) - len(FAIR)
+        self.trees = tuple(trees)
+        wider = max((tree.max_children for tree in trees), default=0) - len(FAIR)
         ranks = (*FAIR, *(FAIR[-1] / 2**rank for rank in range(1, wider + 1)))
-        rungs = [Rung(size.nodes, size.tree.depth, size.fair(ranks)) for size in sizes]
+        rungs = [Rung(tree.num_nodes, tree.depth, tree_tokens(tree, ranks) - 1) for tree in trees]
         self.ladder = Ladder(rungs, timings, rows, clock)
         self._company = rows > 1
         self.alone, self.steady, self.mixed = True, False, False
@@ -99,7 +62,7 @@ class TreeChoice:
 
     @property
     def place(self) -> int:
-        """Place of the next round's size."""
+        """Place of the next round's tree."""
         if self.rehearsed is not None:
             return self.rehearsed
         if self.steady and not self.mixed:
@@ -111,18 +74,15 @@ class TreeChoice:
     @property
     def steady_place(self) -> int:
         """Place of the steady tree: the largest for a text alone, and in a batch a short chain, which is cheap for all."""
-        small = [place for place, size in enumerate(self.sizes) if size.mean is None and size.nodes <= _STEADY]
+        small = [place for place, tree in enumerate(self.trees) if tree.num_nodes <= _STEADY]
         return small[-1] if self._company else self.ladder.largest
 
     def spine(self, place: int) -> tuple[int, ...]:
         """Return the nodes of a tree that make up the steady tree, root first; empty if the tree does not contain it.
 
-        They are first children of first children, and so the first nodes of their levels. A row that shares out nodes with
-        others is not sure to get them.
+        They are first children of first children, and so the first nodes of their levels.
         """
-        steady, tree, nodes = self.sizes[self.steady_place].tree, self.sizes[place].tree, [0]
-        if self.sizes[place].mean is not None:
-            return ()
+        steady, tree, nodes = self.trees[self.steady_place], self.trees[place], [0]
         while steady.max_children == 1 and len(nodes) < steady.num_nodes and tree.children[nodes[-1]]:
             nodes.append(tree.children[nodes[-1]][0])
         return tuple(nodes) if len(nodes) == steady.num_nodes else ()

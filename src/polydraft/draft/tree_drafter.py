@@ -24,7 +24,7 @@ from polydraft.draft.static_builder import DEFAULT_SCHEME, DrawOptions, StaticBu
 from polydraft.draft.static_plan import check_tree
 from polydraft.draft.stopping_builder import Decision, StoppingBuilder
 from polydraft.draft.translated_source import TranslatedSource
-from polydraft.draft.tree_choice import TreeChoice, sizes_of
+from polydraft.draft.tree_choice import TreeChoice, trees_by_load
 from polydraft.draft.trie import check_node_walk
 from polydraft.errors import UsageError, unknown_name
 from polydraft.models import Head, LanguageModel
@@ -163,7 +163,7 @@ class TreeDrafter(Drafter):
         options: DrawOptions = {"scheme": self.scheme, "draft_temperature": self.draft_temperature}
         if by_load:
             assert self.decision is None
-            choice = TreeChoice(sizes_of(tree, shared=target.leaves_out), self._timings, len(params))
+            choice = TreeChoice(trees_by_load(tree), self._timings, len(params))
             return LoadBuilder(source, choice, params, target.vocab_size, **options)
         # On a GPU rounds are captured, and trees by load take the place of pauses.
         pauses = self.pauses and not self.by_load and is_host(target.device)

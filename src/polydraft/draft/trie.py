@@ -179,7 +179,7 @@ def grow(root: int, names: Sequence[str], memories: Sequence[GramMemory], limits
                 break
             if -negative < limits.least:  # others may be likelier: nodes whose children are unknown wait at a lower chance
                 continue
-            room = len(trie) if limits.ladder is None else int(limits.ladder.holding(1 + len(trie)).nodes) - 1
+            room = len(trie) if limits.ladder is None else limits.ladder.holding(1 + len(trie)).nodes - 1
         child = trie.child(node, token, name, -negative)
         places.append(None)
         if trie.depths[child] < limits.depth:

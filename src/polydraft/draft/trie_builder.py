@@ -114,7 +114,7 @@ class TrieBuilder(Builder):
         most = max(map(len, self._tries))
         if most == 1 and self._ladder is None:
             return DraftTree.bare(tail_B2[:, 1], self.depth)
-        size = most if self._ladder is None else int(self._ladder.holding(most).nodes)
+        size = most if self._ladder is None else self._ladder.holding(most).nodes
         return as_draft_tree(self._tries, size, self.depth, self._device)
 
     def _keep_what_pays(self, policy: RowPolicy) -> None:

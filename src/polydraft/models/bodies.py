@@ -34,8 +34,6 @@ class FastBody(ABC):
     """Whether each token's features have the same bits as if it were computed alone."""
     variance: str | None = "the kernels for that run on GPUs"
     """Why the body cannot be invariant; None if it can."""
-    leaves_out: bool = False
-    """Whether passes skip the tokens that their block does not keep; features of those are 0."""
     key_shape: tuple[int, int]
     """Heads and channels of keys, the same as of values."""
 

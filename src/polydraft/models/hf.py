@@ -155,7 +155,6 @@ class HFModel(LanguageModel):
         # Not by default in float32, whose invariant products do not run on the matrix units.
         self.fast = fast_body(self, self.dtype == torch.bfloat16 if invariant is None else invariant)
         """Runs whole passes instead of torch, if a backend can."""
-        self.leaves_out = self.fast is not None and self.fast.leaves_out
         self.linears = fast_linears(model) if self.native and self.fast is None and self.spread is None else None
         self.output = OutputHead(self, self.vocabulary)
         self._weights = Weights(model)  # last, because a lean body moves weights

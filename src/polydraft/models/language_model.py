@@ -329,8 +329,6 @@ class LanguageModel(ABC):
     """Why passes cannot be captured as CUDA graphs; None if they can."""
     shape_obstacle: str | None = None
     """Why passes cannot be captured over trees whose shape only the device knows or that differ by row; None if they can."""
-    leaves_out: bool = False
-    """Whether passes skip the tokens that their block does not keep."""
     vocabulary: PartialVocabulary | None = None
     """Tokens that the columns of `head` stand for, if a draft knows only some."""
 

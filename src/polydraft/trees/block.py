@@ -34,8 +34,6 @@ class Block:
     """Whether the tokens are plain text, so that each sees all earlier ones."""
     levels: tuple[int, ...] | None = None
     """Number of tokens of each level, if all rows have the same and the host knows it."""
-    kept_K: Tensor | None = None
-    """The tokens that matter, numbered through all rows: row · T + place; a pass may skip the others. None for all."""
 
     @property
     def size(self) -> int:

@@ -39,9 +39,6 @@ class DraftTree:
     """Node ids of extra children, not drawn by a scheme, to which a walk may go on (see `union`); 0 for none."""
     levels: tuple[int, ...] | None = None
     """Number of nodes of each level, if all rows have the same shape and the host knows it."""
-    kept_K: Tensor | None = None
-    """The nodes that the target reads, roots included, numbered through all rows: row · N + node; the others have no token.
-    None for all."""
 
     @classmethod
     def from_topology(
@@ -80,7 +77,7 @@ class DraftTree:
 
     def block(self) -> Block:
         """Return the whole tree as one model pass."""
-        return Block(0, self.depths_BN, self.ancestors_BNN, plain=self.chain, levels=self.levels, kept_K=self.kept_K)
+        return Block(0, self.depths_BN, self.ancestors_BNN, plain=self.chain, levels=self.levels)
 
     def children(self, node_B: Tensor) -> tuple[Tensor, Tensor]:
         """Return node ids and tokens of the children of one node per row; token `NO_TOKEN` for none."""
@@ -230,7 +227,6 @@ def union(drawn: DraftTree, certain: DraftTree) -> DraftTree:
         riders=certain.riders,
         extra_table_BNK=torch.cat([inherited_BNK, moved_BNK[:, 1:]], dim=1),
         levels=None,
-        kept_K=None,
     )
 
 

@@ -58,8 +58,6 @@ class TreeView:
     """Whether each token of the block sees all earlier ones."""
     rows_B: Tensor | None = None
     """For causal blocks with invariant bits: the tokens' rows in the storage; None for all rows in order."""
-    kept_K: Tensor | None = None
-    """The tokens to compute, numbered through all rows; None for all."""
 
 
 class Rotation(NamedTuple):
@@ -68,45 +66,6 @@ class Rotation(NamedTuple):
     cos: Tensor
     sin: Tensor
     positions_BT: Tensor | None
-
-
-class Packing:
-    """The kept tokens of a block, side by side as `[1, K]`; only attention sees rows, with gaps for the skipped tokens.
-
-    Parameters
-    ----------
-    kept_K : Tensor
-        Counted through all rows.
-    shape : tuple of int
-        Rows and tokens per row of the block.
-    """
-
-    def __init__(self, kept_K: Tensor, shape: tuple[int, int]) -> None:
-        self._kept_K, self._shape = kept_K, shape
-        self.rows_K = kept_K // shape[1]
-        """Row of each token."""
-        self._queries_XF: Tensor | None = None
-
-    def pack(self, values_BTX: Tensor) -> Tensor:
-        """Return the kept tokens' values, `[1, K, X]`, or `[1, K]` of `[B, T]`."""
-        return values_BTX.flatten(0, 1)[self._kept_K][None]
-
-    def column(self, numbers_BT: Tensor) -> Tensor:
-        """Return the kept tokens' numbers, `[K, 1]`: a row for each."""
-        return numbers_BT.flatten()[self._kept_K][:, None]
-
-    def spread(self, values_1KX: Tensor) -> Tensor:
-        """Return `[B, T, X]`, with zeros in the gaps."""
-        spread_XF = values_1KX.new_zeros(self._shape[0] * self._shape[1], values_1KX.shape[-1])
-        return spread_XF.index_copy_(0, self._kept_K, values_1KX[0]).view(*self._shape, -1)
-
-    def queries(self, query_KH1C: Tensor) -> Tensor:
-        """Return the kept tokens' queries as `[B, H, T, C]`; all layers share one tensor, whose gaps stay as they are."""
-        count, heads, _, channels = query_KH1C.shape
-        if self._queries_XF is None:
-            self._queries_XF = query_KH1C.new_zeros(self._shape[0] * self._shape[1], heads * channels)
-        self._queries_XF.index_copy_(0, self._kept_K, query_KH1C.reshape(count, -1))
-        return self._queries_XF.view(*self._shape, heads, channels).transpose(1, 2)
 
 
 class FusedBody(FastBody):
@@ -119,8 +78,6 @@ class FusedBody(FastBody):
     product : callable, optional
         Multiplies inputs by weights and adds biases; our own kernels if not given.
     """
-
-    leaves_out = False  # it can, but that has not been measured on a GPU: see docs/decisions/065-rows-share-out-nodes.md
 
     def __init__(
         self,
@@ -140,10 +97,6 @@ class FusedBody(FastBody):
     ) -> Tensor:
         """Return the last hidden states, after the final norm, concatenated with the outputs of the layers `taps`."""
         sight = self._sight(view, positions_BT) if self.invariant else None
-        packing = None
-        if view.kept_K is not None:
-            packing = Packing(view.kept_K, (tokens_BT.shape[0], tokens_BT.shape[1]))
-            tokens_BT, positions_BT = packing.pack(tokens_BT), packing.column(positions_BT)
         hidden_BTF: Tensor = self._body.embedding(tokens_BT)
         rotation = self._rotation(hidden_BTF, positions_BT, cache.capacity)
         delta_BTF, tapped = None, []
@@ -152,15 +105,14 @@ class FusedBody(FastBody):
             hidden_BTF, normed_BTF = add_norm(hidden_BTF, delta_BTF, layer.input_norm.weight, layer.input_norm.variance_epsilon)
             if number in taps:
                 tapped.append(hidden_BTF)
-            attended_BTF = self._attended(layer, normed_BTF, rotation, view, sight, cache, packing)
+            attended_BTF = self._attended(layer, normed_BTF, rotation, view, sight, cache)
             hidden_BTF, normed_BTF = add_norm(hidden_BTF, attended_BTF, layer.mlp_norm.weight, layer.mlp_norm.variance_epsilon)
             delta_BTF = self._through(layer.down, gate(self.product(normed_BTF, layer.gate_up, layer.gate_up_bias)))
         norm = self._body.norm
         hidden_BTF, normed_BTF = add_norm(hidden_BTF, delta_BTF, norm.weight, norm.variance_epsilon)
         if len(self._body.layers) in taps:
             tapped.append(hidden_BTF)
-        features_BTF = torch.cat([normed_BTF, *tapped], dim=-1) if tapped else normed_BTF
-        return features_BTF if packing is None else packing.spread(features_BTF)
+        return torch.cat([normed_BTF, *tapped], dim=-1) if tapped else normed_BTF
 
     def extend(self, context: HFContext, tokens_BT: Tensor, block: Block) -> Tensor | None:
         """Pass the tokens of a tree; None if it is a long prompt, or if the window ends inside the tree."""
@@ -177,7 +129,6 @@ class FusedBody(FastBody):
             placed.starts_BT,
             context.positions_BS,
             causal=block.plain or (block.stop == 1 and block.places_BT is None),
-            kept_K=block.kept_K,
         )
         return self(placed.tokens_BT, placed.positions_BT, view, context.cache, context.model.taps)
 
@@ -228,27 +179,20 @@ class FusedBody(FastBody):
         view: TreeView,
         sight: Sight | None,
         cache: SlotCache,
-        packing: Packing | None,
     ) -> Tensor:
         projected_SBTX = self._parts(normed_BTF, layer.qkv, layer.qkv_bias)
         keys_LBHSC, values_LBHSC = cache.held(normed_BTF, layer.keys, layer.channels)
         key_BHSC, value_BHSC = keys_LBHSC[layer.index], values_LBHSC[layer.index]
-        slots_BT, rows_B = view.slots_BT, view.rows_B
-        if packing is not None:  # every token is a row of its own
-            projected_SBTX, slots_BT, rows_B = projected_SBTX.transpose(1, 2), packing.column(slots_BT), packing.rows_K
         query_BHTC = rotate_store(
-            projected_SBTX, rotation.cos, rotation.sin, slots_BT, key_BHSC, value_BHSC, rows_B, rotation.positions_BT
+            projected_SBTX, rotation.cos, rotation.sin, view.slots_BT, key_BHSC, value_BHSC, view.rows_B, rotation.positions_BT
         )
-        if packing is not None:
-            query_BHTC = packing.queries(query_BHTC)
         if sight is not None:
             mixed_BHTC = invariant_attention(query_BHTC, key_BHSC, value_BHSC, sight, layer.scale)
         else:
             mixed_BHTC = attend_tree(
                 query_BHTC, key_BHSC, value_BHSC, view.lengths_B, view.visible_BTU, layer.scale, view.max_length, view.starts_BT
             )
-        mixed_BTX = mixed_BHTC.transpose(1, 2).flatten(2)
-        return self._through(layer.output, mixed_BTX if packing is None else packing.pack(mixed_BTX))
+        return self._through(layer.output, mixed_BHTC.transpose(1, 2).flatten(2))
 
     def _parts(self, input_BTX: Tensor, weight: Any, bias_F: Tensor | None) -> Tensor:
         """Multiply inputs by weights; the next kernel adds up the parts."""
