@@ -1,6 +1,9 @@
 """GPUs on which Triton does not work: one warning, and torch's operations in place of our kernels."""
 
 import logging
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -36,14 +39,41 @@ def test_a_triton_that_cannot_compile_is_told_once(a_gpu: pytest.MonkeyPatch, ca
     assert "without our GPU kernels" in line and "Failed to find C compiler" in line and "more of it" not in line
 
 
-@pytest.mark.parametrize(("seconds", "lines"), [(0.01, 0), (1.5, 1)])
+@pytest.mark.parametrize("compiled", [False, True])
 def test_one_that_can_is_used_and_users_are_told_what_they_wait_for(
-    seconds: float, lines: int, a_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    compiled: bool, a_gpu: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    a_gpu.setattr(kernels, "_launch_one", lambda device: seconds)
+    a_gpu.setattr(kernels, "_launch_one", lambda device: compiled)
+    a_gpu.setattr(kernels, "_new", set())
     with caplog.at_level(logging.INFO, "polydraft"):
         assert kernels.triton_obstacle(GPU) is None and kernels.triton_obstacle(GPU) is None and obstacle(GPU) is None
-    assert [record.getMessage()[:9] for record in caplog.records] == ["compiling"] * lines
+    assert [record.getMessage()[:9] for record in caplog.records] == ["compiling"] * compiled
+    assert kernels.are_new(GPU) == compiled
+
+
+@pytest.mark.parametrize(("told", "seconds", "compiled"), [
+    (True, 1.5, False),  # found in the cache, however long a busy machine took
+    (False, 0.01, True),
+    (None, 0.01, False),  # an old Triton
+    (None, 1.5, True),
+])  # fmt: skip
+def test_whether_a_kernel_was_compiled_is_for_triton_to_say(
+    told: bool | None, seconds: float, compiled: bool, a_gpu: pytest.MonkeyPatch
+) -> None:
+    compilation = SimpleNamespace() if told is None else SimpleNamespace(listener=None)
+    a_gpu.setitem(sys.modules, "triton.knobs", SimpleNamespace(compilation=compilation))
+    a_gpu.setattr(torch.cuda, "device", lambda device: nullcontext())
+    a_gpu.setattr(torch, "zeros", lambda *_, **__: None)
+    now = iter([0.0, seconds])
+    a_gpu.setattr(kernels.time, "perf_counter", lambda: next(now))
+
+    def launch(touched: object) -> None:
+        if told is not None:
+            compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=told)
+
+    a_gpu.setattr(pytest.importorskip("polydraft.backends.triton.keys"), "touch", {(1,): launch})
+    assert kernels._launch_one(GPU) == compiled
+    assert getattr(compilation, "listener", None) is None
 
 
 def test_an_old_gpu_is_not_tried(a_gpu: pytest.MonkeyPatch) -> None:

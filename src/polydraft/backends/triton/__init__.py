@@ -15,9 +15,9 @@ from polydraft.errors import first_line
 
 _LOGGER = logging.getLogger("polydraft")
 _COMPILED_SECONDS = 0.3
-"""Compiling the smallest kernel takes longer than this; finding it in Triton's cache does not."""
-_first_seconds: dict[torch.device, float] = {}
-"""Seconds that the first kernel took."""
+"""Compiling the smallest kernel takes longer than this; finding it in Triton's cache mostly does not."""
+_new: set[torch.device] = set()
+"""GPUs for which our first kernel had to be compiled."""
 _INTERPRETED = False
 """Whether Triton interprets kernels on the CPU, see `interpreting`."""
 LEAST_CHILDREN = 4
@@ -47,7 +47,7 @@ def interpreting(on: bool = True) -> Iterator[None]:
 
 def are_new(device: torch.device) -> bool:
     """Whether our kernels still have to be compiled for a GPU."""
-    return device.type == "cuda" and triton_obstacle(device) is None and _first_seconds.get(device, 0.0) > _COMPILED_SECONDS
+    return device.type == "cuda" and triton_obstacle(device) is None and device in _new
 
 
 @cache
@@ -59,25 +59,46 @@ def triton_obstacle(device: torch.device) -> str | None:
     if capability < (8, 0):
         return f"the GPU's compute capability {capability[0]}.{capability[1]} is below 8.0"
     try:
-        seconds = _first_seconds[device] = _launch_one(device)
+        compiled = _launch_one(device)
     except Exception as error:  # mostly a missing C compiler, but Triton fails in many ways
         reason = first_line(error)
         _LOGGER.warning("Triton cannot compile on this machine, so decoding runs without our GPU kernels, slower: %s", reason)
         return f"Triton cannot compile here ({reason})"
-    if seconds > _COMPILED_SECONDS:
+    if compiled:
+        _new.add(device)
         _LOGGER.info("compiling kernels for this GPU, once: the first request waits for some 10 to 20 seconds ...")
     return None
 
 
-def _launch_one(device: torch.device) -> float:
-    """Compile and launch the smallest kernel; return the seconds that it took."""
+def _launch_one(device: torch.device) -> bool:
+    """Launch the smallest kernel; return whether it had to be compiled, which old versions of Triton show only by the time."""
     from polydraft.backends.triton import keys as kernels
 
-    with torch.cuda.device(device):
+    with torch.cuda.device(device), _cache_hits() as hits:
         touched = torch.zeros(1, dtype=torch.int32, device=device)
         start = time.perf_counter()
         kernels.touch[(1,)](touched)
-        return time.perf_counter() - start
+        seconds = time.perf_counter() - start
+    return not all(hits) if hits else seconds > _COMPILED_SECONDS
+
+
+@contextmanager
+def _cache_hits() -> Iterator[list[bool]]:
+    """Collect, for each kernel that Triton looks up, whether it was in Triton's cache; nothing if Triton does not tell."""
+    hits: list[bool] = []
+    try:
+        from triton.knobs import compilation
+    except ImportError:  # before Triton 3.4
+        compilation = None
+    if not hasattr(compilation, "listener"):
+        yield hits
+        return
+    before = compilation.listener
+    compilation.listener = lambda *, cache_hit, **_: hits.append(cache_hit)
+    try:
+        yield hits
+    finally:
+        compilation.listener = before
 
 
 def overlapping(tensor: Tensor) -> dict[str, Any]:
