@@ -182,7 +182,6 @@ class Speculate:
                     prompt,
                     SamplingParams(**params, processors=tuple(bound)),
                     seed=row_seed(seed, row),
-                    follows_load=False,
                     max_new_tokens=max_new_tokens,
                     row=row,
                     stops_after=stops_after,

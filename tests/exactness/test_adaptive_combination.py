@@ -1,5 +1,6 @@
 """N-grams beside a dynamic tree that learns and rests: exact, and every row by its own history alone."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -114,10 +115,13 @@ def test_a_draft_equal_to_the_target_is_always_accepted(case: str, short_rests: 
         learn(policy, accepted, active)
 
     monkeypatch.setattr(RowPolicy, "learn", noting)
-    stats = combined(case, draft=TARGET).generate(PROMPTS, sampling=GREEDY, max_new_tokens=60)[0].stats
-    assert stats.tokens_by_source["lookup"] > 10 and stats.tokens_by_source["dynamic"] > 10
+    decoder, passes, by_source = combined(case, draft=TARGET), 0, Counter[str]()
+    for prompt in PROMPTS:  # alone: for the texts of a batch, drafting hardly pays
+        stats = decoder.generate(prompt, sampling=GREEDY, max_new_tokens=60).stats
+        passes, by_source = passes + stats.passes, by_source + Counter(stats.tokens_by_source)
+    assert by_source["lookup"] > 10 and by_source["dynamic"] > 10
     assert len(drafted) > 20 and min(drafted) >= 1
-    assert ("resting" in case) == (len(drafted) < 0.9 * stats.passes)
+    assert ("resting" in case) == (len(drafted) < 0.9 * passes)
 
 
 def test_a_head_proposes_the_same_after_rests_with_tokens_of_n_grams(

@@ -31,7 +31,7 @@ def open_engine(decoder: Decoder, slots: int, *, reuse: bool = False, **options:
 
 
 def sequence(decoder: Decoder, row: int, prompt: list[int], params: SamplingParams, limit: int, seed: int) -> TokenSequence:
-    return decoder.sequence(prompt, params, seed=seed, max_new_tokens=limit, follows_load=False, row=row)
+    return decoder.sequence(prompt, params, seed=seed, max_new_tokens=limit, row=row)
 
 
 def requests(count: int) -> list[dict[str, Any]]:

@@ -140,7 +140,7 @@ def test_texts_are_the_same_to_the_bit_however_little_memory_there_is(kind: str,
         return [
             decoder.sequence(
                 prompt, [SamplingParams(temperature=0), drawn][row % 2], seed=row, max_new_tokens=limits[row],
-                follows_load=False, row=row,
+                row=row,
             )
             for row, prompt in enumerate(prompts)
         ]  # fmt: skip

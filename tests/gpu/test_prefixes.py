@@ -47,7 +47,7 @@ def test_texts_and_acceptance_are_those_of_texts_that_share_nothing(kind: str) -
     def texts(space: str | None) -> list[TokenSequence]:
         return [
             decoder.sequence(
-                prompt, [GREEDY, DRAWN][row % 2], seed=row, max_new_tokens=30, follows_load=False, row=row, space=space
+                prompt, [GREEDY, DRAWN][row % 2], seed=row, max_new_tokens=30, row=row, space=space
             )
             for row, prompt in enumerate(prompts)
         ]
@@ -69,7 +69,7 @@ def test_texts_and_acceptance_are_those_of_texts_that_share_nothing(kind: str) -
     if kind == "model":
         assert all(set(text.speculation.accepted) <= {0, 1, 2, 3} and text.speculation.rounds == 8 for text in again[::2])
     turns = [
-        decoder.sequence([*text.tokens, 4, 4], GREEDY, seed=0, max_new_tokens=20, follows_load=False, row=row)
+        decoder.sequence([*text.tokens, 4, 4], GREEDY, seed=0, max_new_tokens=20, row=row)
         for row, text in enumerate(again)
     ]
     finish(one, turns)
@@ -92,7 +92,7 @@ def test_texts_that_come_and_go_with_little_room(kind: str) -> None:
             stem = chance.choice([STEM, STEM[::-1], *([one.tokens for one in texts if one.done][-1:])])
             prompt = [*stem[: chance.choice([30, 64, 100, 150])], *(chance.randrange(2, 60) for _ in range(3))]
             row = len(texts)
-            texts.append(decoder.sequence(prompt, GREEDY, seed=row, max_new_tokens=20, follows_load=False, row=row))
+            texts.append(decoder.sequence(prompt, GREEDY, seed=row, max_new_tokens=20, row=row))
             engine.add(texts[-1])
         running = [one for one in texts if not one.done]
         if running and engine.stats.rounds and chance.random() < 0.2:

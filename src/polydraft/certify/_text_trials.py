@@ -52,7 +52,7 @@ def generate(
     workspace = Workspace(pair.target, drafter, RowParams.of(params, len(prompts)))
     decoder = Decoder(pair.target, drafter)
     sequences = [
-        decoder.sequence(prompt, params, seed=row_seed(seed, row), max_new_tokens=new_tokens, follows_load=False, row=row)
+        decoder.sequence(prompt, params, seed=row_seed(seed, row), max_new_tokens=new_tokens, row=row)
         for row, prompt in enumerate(prompts)
     ]
     engine = Engine(workspace, walk=subject.walk, sequences=sequences)

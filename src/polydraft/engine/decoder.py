@@ -183,8 +183,8 @@ class Decoder:
                 text,
                 own,
                 seed=seed,
-                seeded=options.get("seed") is not None,
-                follows_load=drafter.by_load,
+                # A drawn seed is reported, and gives the text again; with trees by load, only a seed that was asked for does.
+                seeded=options.get("seed") is not None or not drafter.by_load,
                 max_new_tokens=limit,
                 stop=stop,
                 grammar=grammar,
@@ -220,7 +220,6 @@ class Decoder:
         markers: Collection[int] = (),
         grammar: GrammarProcessor | None = None,
         seeded: bool = True,
-        follows_load: bool = True,
         **options: Unpack[SequenceOptions],
     ) -> TokenSequence:
         """Make a `TokenSequence` from what a request asks for; every text of every request is made here.
@@ -239,8 +238,8 @@ class Decoder:
             Special tokens to show in the text.
         grammar : GrammarProcessor, optional
             Restricts the text to a grammar; runs after all other processors.
-        seeded, follows_load : bool
-            Whether the user set the seed, and whether the drafter has trees by load.
+        seeded : bool
+            Whether the seed must give the same text in any company.
         **options
             Other fields of `TokenSequence`.
         """
@@ -254,7 +253,7 @@ class Decoder:
             max_new_tokens=max_new_tokens,
             assembler=self.assembler(stop, markers),
             # The text for a seed depends on its trees, except at temperature 0: there every tree gives the likeliest tokens.
-            steady=not follows_load or (seeded and params.temperature > 0),
+            steady=seeded and params.temperature > 0,
             **options,
         )
 
