@@ -46,9 +46,7 @@ def test_texts_and_acceptance_are_those_of_texts_that_share_nothing(kind: str) -
 
     def texts(space: str | None) -> list[TokenSequence]:
         return [
-            decoder.sequence(
-                prompt, [GREEDY, DRAWN][row % 2], seed=row, max_new_tokens=30, row=row, space=space
-            )
+            decoder.sequence(prompt, [GREEDY, DRAWN][row % 2], seed=row, max_new_tokens=30, row=row, space=space)
             for row, prompt in enumerate(prompts)
         ]
 
@@ -69,8 +67,7 @@ def test_texts_and_acceptance_are_those_of_texts_that_share_nothing(kind: str) -
     if kind == "model":
         assert all(set(text.speculation.accepted) <= {0, 1, 2, 3} and text.speculation.rounds == 8 for text in again[::2])
     turns = [
-        decoder.sequence([*text.tokens, 4, 4], GREEDY, seed=0, max_new_tokens=20, row=row)
-        for row, text in enumerate(again)
+        decoder.sequence([*text.tokens, 4, 4], GREEDY, seed=0, max_new_tokens=20, row=row) for row, text in enumerate(again)
     ]
     finish(one, turns)
     for turn in turns:
