@@ -23,8 +23,6 @@ class Drafter(ABC):
     """The draft, if there is one."""
     topology: Topology | DynamicShape | None = None
     """Shape of the drawn trees."""
-    by_load: bool = False
-    """Whether texts in a batch may have smaller trees if that pays; not for steady texts."""
 
     @abstractmethod
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:

@@ -27,9 +27,7 @@ def with_forced(drafter: Drafter) -> Drafter:
     if not isinstance(drafter, TreeDrafter):
         return drafter
     options = GramTreeOptions(nodes=_DEPTH, depth=_DEPTH, riders=RiderOptions(branches=0))
-    both = Combination(drafter, GramTree(NAME, [ForcedCache()], options, costs=drafter.costs, added=True))
-    both.by_load = drafter.by_load
-    return both
+    return Combination(drafter, GramTree(NAME, [ForcedCache()], options, costs=drafter.costs, added=True))
 
 
 class _ForcedMemory(GramMemory):

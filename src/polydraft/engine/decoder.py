@@ -141,8 +141,9 @@ class Decoder:
         max_new_tokens : int or one for each prompt, default 128
             Hard limit for each text.
         seed : int or one for each prompt, optional
-            Same seed, same text. Drawn at random if not given, and reported in `settings`. Above temperature 0, texts with a
-            seed do not get trees by load: a text alone has the full tree, texts in a batch have a chain of two.
+            Same seed, same text. Drawn at random if not given, and reported in `settings`. Above temperature 0, trees of texts
+            with a seed do not follow the load, which may be slower in a batch: on a CPU such a text drafts as if it were
+            alone, on a GPU a text alone has the full tree, and texts in a batch have a chain of two.
         stop : str or list of str, or one list for each prompt, optional
             Strings that end a text.
         chat : bool, default False
@@ -183,8 +184,7 @@ class Decoder:
                 text,
                 own,
                 seed=seed,
-                # A drawn seed is reported, and gives the text again; with trees by load, only a seed that was asked for does.
-                seeded=options.get("seed") is not None or not drafter.by_load,
+                seeded=options.get("seed") is not None,
                 max_new_tokens=limit,
                 stop=stop,
                 grammar=grammar,
@@ -239,7 +239,7 @@ class Decoder:
         grammar : GrammarProcessor, optional
             Restricts the text to a grammar; runs after all other processors.
         seeded : bool
-            Whether the seed must give the same text in any company.
+            Whether the user chose the seed, which then gives the same text in any company.
         **options
             Other fields of `TokenSequence`.
         """
