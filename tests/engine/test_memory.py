@@ -66,7 +66,7 @@ def asked(decoder: Decoder, count: int, **options: Any) -> list[TokenSequence]:
     for number in range(count):
         prompt = [chance.randrange(3, 60) for _ in range(chance.choice([5, 40, 90]))]
         params = replace(PARAMS[number % len(PARAMS)], min_tokens=30)
-        limit = chance.randrange(40, LONGEST - len(prompt))
+        limit = chance.randrange(40, LONGEST - 100)
         found.append(decoder.sequence(prompt, params, seed=number, max_new_tokens=limit, row=number, **options))
     return found
 
@@ -80,7 +80,7 @@ def alone(decoder: Decoder, one: TokenSequence) -> list[int]:
 def test_texts_are_the_same_however_little_memory_there_is(roomy: str, way: str, shared: bool) -> None:
     decoder = made(roomy, way)
     engine, pool = opened(decoder, 1.3, chunk=64, prefixes=Prefixes(10**8) if shared else None)
-    texts = asked(decoder, 7)
+    texts = asked(decoder, 6)
     for one in texts:
         engine.add(one)
     finish(engine, texts)

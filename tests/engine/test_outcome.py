@@ -76,11 +76,11 @@ def launched(monkeypatch: pytest.MonkeyPatch, hide_values: Callable[[], None], i
     ("drafter", "sampling", "expected"),
     [
         ("model", GREEDY, ["largest_of_parts", "follow", "conclude"]),
-        ("none", GREEDY, ["largest_of_parts", "follow", "conclude"]),
+        pytest.param("none", GREEDY, ["largest_of_parts", "follow", "conclude"], marks=pytest.mark.slow),
         ("lookup+model", GREEDY, ["largest_of_parts", "follow", "conclude"]),
         ("self-draft", GREEDY, ["largest_of_parts", "follow", "conclude"]),
         (next(name for name in DRAFTERS if name.startswith("dynamic")), GREEDY, ["largest_of_parts", "follow", "conclude"]),
-        ("model", SamplingParams(), ["follow", "conclude"]),
+        pytest.param("model", SamplingParams(), ["follow", "conclude"], marks=pytest.mark.slow),  # "mixed" has rows like it
         ("model", [GREEDY, SamplingParams()], ["follow", "largest_of_parts", "follow", "conclude"]),
         ("model", SamplingParams(temperature=0, presence_penalty=0.5), ["follow", "conclude"]),
     ],

@@ -150,8 +150,9 @@ def drafting(name: str) -> Decoder:
     return endless(Decoder(TARGET, TreeDrafter(TARGET, parse_tree("1x1x1"))))
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize(("name", "params"), [("model", GREEDY), ("model", DRAWN), ("head", DRAWN)])
+@pytest.mark.parametrize(
+    ("name", "params", "captured"), covering([("model", GREEDY), ("model", DRAWN), ("head", DRAWN)], [False, True])
+)
 def test_drafts_are_as_good_after_a_hit(name: str, params: SamplingParams, captured: bool) -> None:
     """Errors in the draft's own memory cost acceptance, and change what a seed gives; nothing else sees them."""
     decoder = drafting(name)
@@ -215,7 +216,7 @@ def test_whoever_comes_goes_and_shares(name: str, captured: bool, seed: int) -> 
     )
     stems = [[chance.randrange(1, 32) for _ in range(chance.choice([9, 30, 60]))] for _ in range(3)]
     texts: list[TokenSequence] = []
-    for _ in range(25):
+    for _ in range(16):
         for _ in range(chance.choice([0, 0, 1, 1, 5])):
             ended = [one for one in texts if one.done and one.new_tokens]
             stem = chance.choice(stems) if not ended or chance.random() < 0.7 else list(chance.choice(ended).tokens)

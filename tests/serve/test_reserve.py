@@ -110,14 +110,14 @@ def test_texts_take_what_they_need_and_no_more(roomy, serving, pool_of, draft):
 
 def test_a_server_with_little_memory_lets_texts_wait_and_answers_all(roomy, serving, pool_of):
     decoder = load(roomy, draft="early-exit:1", tree="3x2x1", dtype="float32")
-    live = serving(decoder, slots=4, other_slots=2, slot_tokens=300, cache_gb=0.01)
+    live = serving(decoder, slots=4, other_slots=2, slot_tokens=200, cache_gb=0.01)
     pool = live.service.scheduler.pool
     before = pool_of(live)
     pool.size = pool.least + 100_000
     bodies = [
-        {"prompt": [3 + number] * 20, "max_tokens": 250, "min_tokens": 200, "seed": number, "temperature": 0.8}
+        {"prompt": [3 + number] * 20, "max_tokens": 160, "min_tokens": 140, "seed": number, "temperature": 0.8}
         | ({"speculative": "off"} if number % 3 == 2 else {})
-        for number in range(9)
+        for number in range(7)
     ]
     answers = dict[int, str]()
 
@@ -132,7 +132,7 @@ def test_a_server_with_little_memory_lets_texts_wait_and_answers_all(roomy, serv
     assert pool_of(live) == before and pool.evictions and len(answers) == len(bodies)
     put_back = next(line for line in live.service.metrics.text().decode().splitlines() if "num_preemptions{" in line)
     assert float(put_back.split()[1]) == pool.evictions
-    for number in (1, 5, 8):
+    for number in (1, 5):
         assert live.post(COMPLETIONS, bodies[number]).json()["choices"][0]["text"] == answers[number]
 
 
