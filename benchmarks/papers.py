@@ -79,7 +79,7 @@ def contest(papers: Mapping[str, tuple[Paper, Results]]) -> list[str]:
 def rendered() -> dict[Path, str]:
     """Return every file that is made from figures, with what it should hold."""
     files, papers = {}, {}
-    for name in PAPERS.names():
+    for name in list(PAPERS):
         papers[name] = paper, results = PAPERS.get(name), read_kept(PAGES / "results" / f"{name}.json")
         page = PAGES / f"{name}.md"
         files[page] = filled(page.read_text(encoding="utf-8"), page_sections(name, paper, results, f"plots/{name}-"))
@@ -98,7 +98,7 @@ def take_over(name: str, found: Path, place: Path) -> None:
 
 def main() -> None:
     for folder in map(Path, sys.argv[1:]):
-        for name in PAPERS.names():
+        for name in list(PAPERS):
             for found in (folder / f"{name}.json", folder / name / f"{name}.json"):
                 if found.exists():
                     take_over(name, found, PAGES / "results" / f"{name}.json")

@@ -28,7 +28,6 @@ ROOMS = [
     "described",
     "prompt_records",
     "prompts",
-    "transfers",
     "rows",
     "sampling",
     "trees",

@@ -1,9 +1,10 @@
-"""What devices can do: the one place that looks at the type of a device."""
+"""What devices can do, and copies to them: the one place that looks at the type of a device."""
 
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,6 +27,17 @@ def can_sync(tensor: Tensor) -> bool:
 def captures(device: torch.device) -> bool:
     """Whether the device can capture work and replay it (CUDA graphs)."""
     return device.type == "cuda"
+
+
+def brought(values: Tensor, device: torch.device) -> Tensor:
+    """Return a copy of host numbers on a device. It queues behind the device's other work, and the host does not wait."""
+    return values.pin_memory().to(device, non_blocking=True) if captures(device) else values.to(device)
+
+
+def assign(tensor: Tensor, values: Sequence[Any]) -> None:
+    """Overwrite a tensor with host numbers, nested like its shape; the host does not wait."""
+    pinned = captures(tensor.device)
+    tensor.copy_(torch.tensor(values, dtype=tensor.dtype, pin_memory=pinned), non_blocking=pinned)
 
 
 def dtype_name(dtype: torch.dtype) -> str:

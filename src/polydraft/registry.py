@@ -43,10 +43,6 @@ class Registry(Generic[Item]):
             raise unknown_name(self.kind, name, self._items)
         return self._items[name]
 
-    def names(self) -> list[str]:
-        """All names, in order of registration."""
-        return list(self._items)
-
     def __iter__(self) -> Iterator[str]:
         return iter(self._items)
 

@@ -76,10 +76,10 @@ def assert_same(got, expected, scores):
 
 
 # Every setting by default. Families differ in their passes, whose logits and texts are compared in tests/models.
-@pytest.mark.parametrize("name", keeping(FAMILIES.names(), *FAMILIES.names()[: len(SETTINGS)]))
+@pytest.mark.parametrize("name", keeping(list(FAMILIES), *list(FAMILIES)[: len(SETTINGS)]))
 def test_search_is_hugging_faces_in_every_family(name):
     prompt = [random.Random(3).randrange(3, 96) for _ in range(9)]
-    setting = dict(SETTINGS[FAMILIES.names().index(name) % len(SETTINGS)])
+    setting = dict(SETTINGS[list(FAMILIES).index(name) % len(SETTINGS)])
     ends = setting.pop("ends")
     expected = hugging_face(name, prompt, ends, 12, 3, **setting)
     for with_draft in (False, True):

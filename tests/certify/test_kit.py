@@ -40,7 +40,7 @@ def test_all_means_every_scheme_and_every_walk() -> None:
         assert walk == "node" or any(name.endswith(f"+{walk}") for name in names)
 
 
-@pytest.mark.parametrize("walk", WALKS.names())
+@pytest.mark.parametrize("walk", list(WALKS))
 def test_a_walk_is_found_with_a_scheme_of_several_children(walk: str) -> None:
     subject = find_subject(walk)
     assert subject.walk.name == walk and subject.walk.fits(subject.scheme) and subject.scheme.max_children != 1

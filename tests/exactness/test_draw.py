@@ -20,7 +20,7 @@ from .checks import (
     tuple_p_value,
 )
 
-every_scheme = pytest.mark.parametrize("name", SCHEMES.names())
+every_scheme = pytest.mark.parametrize("name", list(SCHEMES))
 LARGEST_UNIFORM = 1 - 2.0**-53
 """The largest number that a float64 generator returns."""
 

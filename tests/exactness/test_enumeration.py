@@ -23,8 +23,8 @@ from .checks import (
     tuple_p_value,
 )
 
-every_scheme = pytest.mark.parametrize("name", SCHEMES.names())
-COUNTS = [(name, count) for name in SCHEMES.names() for count in range(1, largest_count(SCHEMES.get(name)(), 3) + 1)]
+every_scheme = pytest.mark.parametrize("name", list(SCHEMES))
+COUNTS = [(name, count) for name in list(SCHEMES) for count in range(1, largest_count(SCHEMES.get(name)(), 3) + 1)]
 
 
 CASES = [
@@ -55,7 +55,7 @@ def test_emitted_distribution_is_the_target_distribution_on_the_fixture(name: st
     assert max(error, improper) < TOLERANCE
 
 
-@pytest.mark.parametrize(("name", "left"), covering(SCHEMES.names(), [1, 2, 4]))
+@pytest.mark.parametrize(("name", "left"), covering(list(SCHEMES), [1, 2, 4]))
 def test_emitted_distribution_of_masked_distributions(name: str, left: int) -> None:
     # Grammars mask both distributions alike, often down to one token.
     scheme = SCHEMES.get(name)()

@@ -78,7 +78,7 @@ def test_every_drafter_gives_the_argmax_text(drafter: str, penalties: bool) -> N
     assert unequal_texts(drafted, argmax_texts(penalties)) == 0
 
 
-@pytest.mark.parametrize("scheme", SCHEMES.names())
+@pytest.mark.parametrize("scheme", list(SCHEMES))
 def test_a_draft_equal_to_the_target_is_always_accepted(scheme: str) -> None:
     # Errors in the draft's own memory cost acceptance, never exactness: only this sees them.
     decoder = make_decoder(scheme=scheme, tree=tree_for(scheme), draft=TARGET)

@@ -63,7 +63,7 @@ def test_the_formula_of_the_optimum_is_the_linear_programme() -> None:
             np.testing.assert_allclose(optimum(scheme, target_CV, draft_CV, count).numpy(), expected, atol=1e-9)
 
 
-@pytest.mark.parametrize("name", SCHEMES.names())
+@pytest.mark.parametrize("name", list(SCHEMES))
 def test_no_scheme_accepts_more_than_is_possible(name: str) -> None:
     # More would mean that children were not drawn, or tokens not emitted, by the distributions that were enumerated.
     scheme = SCHEMES.get(name)()

@@ -12,7 +12,7 @@ from polydraft.verify.weights import largest, likeliest
 
 from .checks import TOLERANCE, enumeration_error, largest_count, random_cases
 
-every_scheme = pytest.mark.parametrize("name", SCHEMES.names())
+every_scheme = pytest.mark.parametrize("name", list(SCHEMES))
 
 
 @every_scheme

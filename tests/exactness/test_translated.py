@@ -79,7 +79,7 @@ def restricted() -> tuple[Tensor, Tensor]:
     return target_CV, draft.vocabulary.spread(draft.head(own_CV).softmax(-1))
 
 
-@pytest.mark.parametrize("name", SCHEMES.names())
+@pytest.mark.parametrize("name", list(SCHEMES))
 def test_enumerated_distributions_are_the_target_s(name: str) -> None:
     scheme = SCHEMES.get(name)()
     assert max(enumeration_error(scheme, *restricted(), largest_count(scheme, 2))) < TOLERANCE

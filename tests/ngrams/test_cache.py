@@ -11,7 +11,7 @@ from polydraft.ngrams import GRAM_CACHES, GramOptions
 
 from .brute import places_after, random_text
 
-every_cache = pytest.mark.parametrize("name", GRAM_CACHES.names())
+every_cache = pytest.mark.parametrize("name", list(GRAM_CACHES))
 
 
 def proposals(memory, depth=4):

@@ -11,10 +11,9 @@ from torch import Tensor
 from polydraft.beam._distribution import Floats, Indices
 from polydraft.beam._node import Node, common_path, with_ancestors
 from polydraft.beam._workspace import NOWHERE, FeatureBank, PassSizes
-from polydraft.devices import captures
+from polydraft.devices import brought, captures
 from polydraft.engine.graphs import Arriving, GraphCache
 from polydraft.models import Context
-from polydraft.transfers import brought
 from polydraft.trees import Block
 
 _SLACK = 96

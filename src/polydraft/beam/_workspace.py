@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from polydraft.beam._node import Node
-from polydraft.devices import captures, is_host
+from polydraft.devices import brought, captures, is_host
 from polydraft.engine.graphs import GraphCache, tell_obstacle
 from polydraft.engine.workspace import Owner
 from polydraft.models import Context, Head, LanguageModel
-from polydraft.transfers import brought
 
 BEFORE = 0
 """Row of the token before the tree."""

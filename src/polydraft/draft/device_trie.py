@@ -10,7 +10,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from polydraft.devices import captures
+from polydraft.devices import assign, brought, captures
 from polydraft.draft.builder import Builder
 from polydraft.draft.gram_options import Sizes
 from polydraft.draft.source import Source
@@ -21,7 +21,6 @@ from polydraft.ngrams.lookup import MOST_COPIES
 from polydraft.ngrams.tables import LONGEST, CorpusTables, Paths, Texts, powers
 from polydraft.rows import ByRow
 from polydraft.sampling import NO_TOKEN
-from polydraft.transfers import assign, brought
 from polydraft.trees import DraftTree
 from polydraft.verify import Naive, NodeWalk, Verdict, Walk
 

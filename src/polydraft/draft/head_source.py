@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from polydraft.devices import can_sync
+from polydraft.devices import assign, brought, can_sync
 from polydraft.draft.policy import LONGEST_REST
 from polydraft.draft.source import DistributionSource
 from polydraft.models import Context, Head
@@ -15,7 +15,6 @@ from polydraft.models.language_model import Observer
 from polydraft.models.memory import NO_TEXT, common_prefix
 from polydraft.models.prefixes import Prefixes
 from polydraft.rows import ByRow
-from polydraft.transfers import assign, brought
 from polydraft.trees import Block, causal_block
 from polydraft.verify import Verdict
 

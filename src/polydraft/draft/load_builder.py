@@ -6,12 +6,12 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
+from polydraft.devices import assign
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.static_builder import DrawOptions, StaticBuilder
 from polydraft.draft.static_plan import LevelPlan, TreePlan, plan_passes
 from polydraft.draft.tree_choice import TreeChoice
 from polydraft.sampling import NO_TOKEN, RowParams
-from polydraft.transfers import assign
 from polydraft.trees import Topology
 from polydraft.verify import SCHEMES
 

@@ -6,13 +6,13 @@ from typing import ClassVar, TypedDict
 import torch
 from torch import Tensor
 
+from polydraft.devices import assign
 from polydraft.draft.builder import DistributionBuilder, DraftDistributions
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.static_plan import WIDEST_SCHEME, GroupPlan, LevelPlan, TreePlan, plan_passes
 from polydraft.operations import operation
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, RowParams
 from polydraft.sampling.warper import RANKED_NATS
-from polydraft.transfers import assign
 from polydraft.trees import DraftTree, Topology
 from polydraft.verify import SCHEMES, Scheme
 

@@ -6,10 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from polydraft.devices import assign
 from polydraft.draft.model_source import ModelSource
 from polydraft.models.prefixes import Prefixes
 from polydraft.models.translation import Translated, TranslatedModel
-from polydraft.transfers import assign
 from polydraft.trees import Block
 
 

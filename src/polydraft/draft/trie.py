@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from polydraft.devices import brought
 from polydraft.draft.ladder import Ladder, Rung
 from polydraft.errors import UsageError
 from polydraft.ngrams import GramMemory
-from polydraft.transfers import brought
 from polydraft.trees import DraftTree
 from polydraft.verify import AUTO, NodeWalk
 

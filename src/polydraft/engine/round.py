@@ -6,14 +6,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from polydraft.devices import is_host
+from polydraft.devices import assign, is_host
 from polydraft.draft import DraftSession
 from polydraft.engine.outcome import Outcome, conclude
 from polydraft.engine.stats import Stats
 from polydraft.models import LanguageModel, Memory
 from polydraft.rows import ByRow
 from polydraft.sampling import RowParams, Warper
-from polydraft.transfers import assign
 from polydraft.trees import DraftTree
 from polydraft.verify import TargetDistributions, Walk
 from polydraft.verify.node import greedy_verdict

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from polydraft.devices import captures
+from polydraft.devices import assign, captures
 from polydraft.draft import Drafter
 from polydraft.engine.graphs import GraphCache, Launcher
 from polydraft.engine.logprobs import PromptReader
@@ -22,7 +22,6 @@ from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.models.prefixes import Prefixes
 from polydraft.rows import ByRow
 from polydraft.sampling import IDLE, RowParams, Warper
-from polydraft.transfers import assign
 from polydraft.verify import Walk
 
 _FEWER = 4

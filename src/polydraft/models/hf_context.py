@@ -6,12 +6,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from polydraft.devices import is_host
+from polydraft.devices import brought, is_host
 from polydraft.models.blocks import Pool
 from polydraft.models.cache import SlotCache, SpreadCache
 from polydraft.models.device_blocks import maps_memory
 from polydraft.models.language_model import Context, Observer
-from polydraft.transfers import brought
 from polydraft.trees import Block
 
 if TYPE_CHECKING:

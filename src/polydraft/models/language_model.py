@@ -8,7 +8,7 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from polydraft.devices import can_sync, captures
+from polydraft.devices import assign, brought, can_sync, captures
 from polydraft.errors import UsageError
 from polydraft.models.attention import steady_attention
 from polydraft.models.block_slots import Placed, place
@@ -16,7 +16,6 @@ from polydraft.models.blocks import Pool
 from polydraft.models.storage import Pieces, Storage, move_up
 from polydraft.rows import ByRow
 from polydraft.sampling import PartialVocabulary
-from polydraft.transfers import assign, brought
 from polydraft.trees import Block, causal_block
 
 PREFILL_CHUNK = 512

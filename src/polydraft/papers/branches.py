@@ -12,6 +12,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from polydraft.devices import assign, brought
 from polydraft.draft.gram_options import RiderOptions
 from polydraft.draft.gram_source import RIDERS, Riders
 from polydraft.errors import UsageError
@@ -19,7 +20,6 @@ from polydraft.models import LanguageModel
 from polydraft.models.language_model import round_up
 from polydraft.rows import ByRow
 from polydraft.sampling import NO_TOKEN, RowParams, SamplingParams, Warper, draw_one
-from polydraft.transfers import assign, brought
 from polydraft.trees import DraftTree
 
 

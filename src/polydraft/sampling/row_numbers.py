@@ -5,9 +5,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from polydraft.devices import assign
 from polydraft.rows import ByRow
 from polydraft.sampling.params import DEFAULTS, RowParams
-from polydraft.transfers import assign
 
 ALL = 2**40
 """More tokens than any vocabulary has."""

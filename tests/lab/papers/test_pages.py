@@ -29,7 +29,7 @@ MOST_BYTES = 200_000
 SCRIPT = runpy.run_path(str(ROOT / "benchmarks" / "papers.py"))
 RENDERED = SCRIPT["rendered"]()
 
-each_paper = pytest.mark.parametrize("name", PAPERS.names())
+each_paper = pytest.mark.parametrize("name", list(PAPERS))
 
 
 class Row(NamedTuple):

@@ -32,9 +32,9 @@ def assert_estimates(value_C: Tensor, error_C: Tensor, expected_C: Tensor, sampl
 
 
 @pytest.mark.parametrize(("name", "count", "vocabulary"), [
-    *covering(SCHEMES.names(), [3], [3, 5]),
+    *covering(list(SCHEMES), [3], [3, 5]),
     *covering(["rrs-wor"], [1, 2], [3, 5]),  # computed otherwise with fewer children
-    *all_slow([name for name in SCHEMES.names() if name != "rrs-wor"], [1, 2], [3, 5]),
+    *all_slow([name for name in SCHEMES if name != "rrs-wor"], [1, 2], [3, 5]),
 ])  # fmt: skip
 def test_acceptance_is_the_sum_over_all_drawings(name: str, count: int, vocabulary: int) -> None:
     scheme = SCHEMES.get(name)()
@@ -129,7 +129,7 @@ def test_peaked_distributions_in_float32() -> None:
     # Low temperature: most of the draft's mass on one token, the rest down to denormal numbers.
     target_RV, draft_RV = language_like(4, 3000)
     target_RV, draft_RV = (distribution_RV.log().mul(8).softmax(-1).float() for distribution_RV in (target_RV, draft_RV))
-    for name in SCHEMES.names():
+    for name in SCHEMES:
         count = largest_count(SCHEMES.get(name), 4)
         value_R = acceptance(name, target_RV, draft_RV, count, samples=50).value_R
         assert torch.isfinite(value_R).all() and value_R.min() >= 0 and value_R.max() <= 1 + 1e-9

@@ -85,4 +85,4 @@ class AnalyzeSettings(PairOptions):
         """Names of the schemes, each once."""
         from polydraft.verify import SCHEMES
 
-        return tuple(dict.fromkeys(self.schemes or SCHEMES.names()))
+        return tuple(dict.fromkeys(self.schemes or SCHEMES))

@@ -169,7 +169,7 @@ def _reproduce(
     from polydraft.lab.bench.session import Models
     from polydraft.lab.papers import PAPERS
 
-    chosen, models = PAPERS.names() if names == "all" else names.split(","), Models()
+    chosen, models = list(PAPERS) if names == "all" else names.split(","), Models()
     places = {name: out / name if len(chosen) > 1 else out for name in chosen}
     check_choice(chosen, runs, options["methods"].split() if "methods" in given else ())
     made = [Reproduction(name, size, options, given, models, runs) for name in chosen]
