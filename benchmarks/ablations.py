@@ -302,7 +302,7 @@ def balanced(options: argparse.Namespace) -> dict[str, list[str]]:
 
 def evaluate(target, head, prompts: dict[str, list[str]], temperature: float, options: argparse.Namespace) -> dict:
     scheme, walk = options.verifier.split("+")
-    parts = Parts(target=target.model, draft=head, topology=parse_tree(options.tree), scheme=scheme)
+    parts = Parts(draft=head, topology=parse_tree(options.tree), scheme=scheme)
     ends = target.eos_token_ids
     decoder = Decoder(target.model, make_drafter(parts), tokenizer=target.tokenizer, eos_token_ids=ends, walk=walk)
     kinds, single = {}, []

@@ -61,7 +61,7 @@ def main() -> None:
 
 def measure(target, draft, prompts, tree, temperature, verifier, options):
     scheme, walk = verifier.split("+")
-    parts = Parts(target=target.model, draft=draft, topology=parse_tree(tree), scheme=scheme)
+    parts = Parts(draft=draft, topology=parse_tree(tree), scheme=scheme)
     ends = target.eos_token_ids
     decoder = Decoder(target.model, make_drafter(parts), tokenizer=target.tokenizer, eos_token_ids=ends, walk=walk)
     offers, accepts, blocks, passes, batches, categories = [0] * 16, [0] * 16, 0, 0, [], {}

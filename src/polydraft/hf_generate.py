@@ -14,8 +14,7 @@ import polydraft.papers  # noqa: F401 - Self-Draft's branches
 from polydraft.defaults import NONE, asked_for, default_draft, default_tree
 from polydraft.described import documented, made_from
 from polydraft.devices import dtype_name, is_host
-from polydraft.draft import GRAM_DRAFTERS, Combination, Drafter, GramTreeOptions, Plain, TreeDrafter
-from polydraft.draft.grams import gram_tree
+from polydraft.draft import GRAM_DRAFTERS, Drafter, GramTreeOptions, Parts, make_drafter
 from polydraft.draft.tree_drafter import check_drafter, split_drafter
 from polydraft.engine import Decoder, Engine, Stats, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
@@ -77,16 +76,23 @@ class SpeculateOptions(TreeOptions):
             object.__setattr__(self, "draft", os.fspath(self.draft))
         if self.ngrams is not None:
             check_drafter(self.ngrams, self.walk)
+            if (other := split_drafter(self.ngrams)[1]) is not None:
+                raise UsageError(
+                    f"ngrams={self.ngrams!r} names {other!r}, which proposes no n-grams; allowed: {', '.join(GRAM_DRAFTERS)}"
+                )
+        if self.grams is not None and self.grams.flat_blocks:
+            raise UsageError("flat_blocks changes the distribution of the text, which Speculate never does; leave it out")
 
-    def shape_for(self, draft: LanguageModel | Head) -> Topology | DynamicShape:
-        """Return the shape of the draft tree; ``"auto"`` means the same as for `polydraft.load`."""
+    def shape_for(self, draft: LanguageModel | Head | None) -> tuple[DynamicShape | None, Topology]:
+        """Return limits of a dynamic tree, and the shape of a static one; ``"auto"`` means the same as for `polydraft.load`."""
+        if draft is None:
+            return None, Topology()
         tree = self.tree
         if tree == AUTO:
             dtype = dtype_name(getattr(draft, "dtype", torch.float32))
             asked = asked_for(self.scheme, self.walk, drafter="model")  # one tree for all temperatures
             tree = default_tree(gpu=not is_host(draft.device), dtype=dtype, asked=asked)
-        dynamic, topology = replace(self, tree=tree).shape
-        return topology if dynamic is None else dynamic
+        return replace(self, tree=tree).shape
 
 
 @documented(SpeculateOptions)
@@ -117,23 +123,26 @@ class Speculate:
         self._target: HFModel | None = None
         self._places: tuple[int, ...] = ()
         self._options = options
-        self._drafter: Drafter = Plain()
-        self._draft: LanguageModel | Head | None = None
         named = isinstance(options.draft, str)  # to be loaded once the target is known
         self._draft_by(None if named or options.draft is None else given_draft(options.draft))
 
     def _draft_by(self, draft: LanguageModel | Head | None) -> None:
         """Make the drafter for a draft, or without one."""
-        options, pauses = self._options, self._options.tree == AUTO
-        self._draft, self._drafter = None, Plain()
-        if draft is not None:
-            shape = options.shape_for(draft)
-            if shape.depth:
-                temperature = options.draft_temperature
-                self._draft = draft
-                self._drafter = TreeDrafter(draft, shape, options.scheme, draft_temperature=temperature, pauses=pauses)
-        if options.ngrams is not None:
-            self._drafter = _with_ngrams(self._drafter, options.ngrams, options.grams or GramTreeOptions(), pauses)
+        options = self._options
+        dynamic, topology = options.shape_for(draft)
+        draws = dynamic is not None or topology.depth > 0
+        self._draft: LanguageModel | Head | None = draft if draws else None
+        parts = Parts(
+            draft=self._draft,
+            topology=topology,
+            scheme=options.scheme,
+            draft_temperature=options.draft_temperature,
+            grams=options.grams or GramTreeOptions(),
+            dynamic=dynamic,
+            pauses=options.tree == AUTO,
+        )
+        name = AUTO if options.ngrams is None else f"{options.ngrams}+model" if draws else options.ngrams
+        self._drafter: Drafter = make_drafter(parts, name)
 
     def _draft_by_name(self, name: str, loaded: Loaded) -> None:
         """Load a draft for a target, and make the drafter; ``"auto"`` chooses as `load` does."""
@@ -218,20 +227,6 @@ def _tokenizer_of(model: Any) -> Any:
         return transformers.AutoTokenizer.from_pretrained(model.config.name_or_path, local_files_only=True)
     except Exception:  # no name, no files, or unreadable ones: the caller can do without
         return None
-
-
-def _with_ngrams(tree: Drafter, ngrams: str, options: GramTreeOptions, pauses: bool) -> Drafter:
-    names, other = split_drafter(ngrams)
-    if other is not None:
-        raise UsageError(f"ngrams={ngrams!r} names {other!r}, which proposes no n-grams; allowed: {', '.join(GRAM_DRAFTERS)}")
-    if options.flat_blocks:
-        raise UsageError(
-            "flat_blocks changes the distribution of the text, which custom_generate=Speculate(...) never does; leave it out"
-        )
-    pauses = pauses and not options.sized
-    if not isinstance(tree, TreeDrafter):
-        return gram_tree(names, options, pauses=pauses)
-    return Combination(tree, gram_tree(names, options.beside_a_tree(), pauses=pauses))
 
 
 def _decode(

@@ -95,7 +95,13 @@ def resolved(options: LoadOptions, *, batch: int = 1, temperature: float | None 
     """
     place = resolve_device(options.device)
     number_format = resolve_dtype(options.dtype, place)
-    return _resolved(_tuned(options, place, number_format, batch, temperature), place, number_format)
+    if leaves_drafting_open(options):
+        draft = default_draft(options.target, options.draft)
+        found = tuned(options, draft, place, number_format, batch=batch, temperature=temperature)
+        if found is not None:
+            draft = draft if needs_draft(found.drafter) else NONE
+            options = dataclasses.replace(options, tree=found.tree, drafter=found.drafter, draft=draft)
+    return _resolved(options, place, number_format)
 
 
 def default_decoder(loaded: Loaded, draft: LanguageModel | Head | None, target: str) -> Decoder:
@@ -119,7 +125,6 @@ def make_decoder(options: LoadOptions, loaded: Loaded, draft: LanguageModel | He
         grams, lossy = grams.as_printed() if printed else dataclasses.replace(grams, flat_blocks=True), None
     dynamic, topology = options.shape
     parts = Parts(
-        target=loaded.model,
         draft=draft,
         topology=topology,
         scheme=options.scheme,
@@ -167,21 +172,6 @@ def _say_defaults(loaded: Loaded, follow: bool) -> None:
     if defaults.left_out:
         names = ", ".join(f"{name}={value}" for name, value in defaults.left_out.items())
         logger.info("not following %s in generation_config.json of %s: set it in the call", names, loaded.model.name)
-
-
-def _tuned(
-    options: LoadOptions, place: torch.device, number_format: torch.dtype, batch: int, temperature: float | None
-) -> LoadOptions:
-    """Fill in what `polydraft tune` found, if the options leave drafting open."""
-    if not leaves_drafting_open(options):
-        return options
-    draft = default_draft(options.target, options.draft)
-    found = tuned(options, draft, place, number_format, batch=batch, temperature=temperature)
-    if found is None:
-        return options
-    return dataclasses.replace(
-        options, tree=found.tree, drafter=found.drafter, draft=draft if needs_draft(found.drafter) else NONE
-    )
 
 
 def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dtype) -> LoadOptions:

@@ -27,11 +27,11 @@ TREES = ["chain:3", "3x2x1", "dynamic:8:5:fixed", "dynamic:12"]
 def decoder(target: HFModel, tree: str, drafter: str = "auto") -> Decoder:
     dynamic = parse_dynamic(tree)
     topology = parse_tree("none" if dynamic else tree)
-    parts = Parts(target=target, draft=Int8Copy(target), topology=topology, dynamic=dynamic)
+    parts = Parts(draft=Int8Copy(target), topology=topology, dynamic=dynamic)
     return Decoder(target, make_drafter(parts, drafter))
 
 
-@pytest.mark.parametrize(("name", "tree"), covering(FAMILIES.names(), TREES))
+@pytest.mark.parametrize(("name", "tree"), covering(list(FAMILIES), TREES))
 def test_greedy_texts_are_plain_ones(name: str, tree: str) -> None:
     target = HFModel(FAMILIES.get(name).build())
     plain = Decoder(target).generate(PROMPTS, sampling=GREEDY, max_new_tokens=16)

@@ -63,7 +63,6 @@ def make_copy_decoder(
     """Build a decoder whose draft works in the target's memory."""
     dynamic = DynamicShape(nodes=8, depth=4, adaptive=False) if drafter == "dynamic" else None
     parts = Parts(
-        target=copy_target(),
         draft=draft or poor_copy(),
         topology=parse_tree("none" if dynamic else tree),
         dynamic=dynamic,

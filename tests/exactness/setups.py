@@ -148,7 +148,6 @@ def make_decoder(
     predicts = PREDICTION in names
     names = [name for name in names if name != PREDICTION] or ["none"]
     parts = Parts(
-        target=target,
         draft=HEADS.get(kind, HEAD) if any(name.endswith("head") for name in names) else draft,
         topology=parse_tree(tree),
         scheme=scheme,

@@ -37,5 +37,5 @@ def make_shipped_decoder(*, scheme: str, walk: str, tree: str, drafter: str, kin
     target, head = shipped_pair(kind)
     dynamic = DynamicShape(nodes=8, depth=4, adaptive=False) if drafter.endswith("dynamic-head") else None
     topology = parse_tree("none" if dynamic else tree)
-    parts = Parts(target=target, draft=head, topology=topology, dynamic=dynamic, scheme=scheme)
+    parts = Parts(draft=head, topology=topology, dynamic=dynamic, scheme=scheme)
     return Decoder(target, make_drafter(parts, drafter), walk=walk)

@@ -67,7 +67,7 @@ def small_decoder(
     else:
         caches = GramOptions(corpus=corpus_file() if "corpus" in drafter else "none")
         grams = GramTreeOptions(nodes=6, depth=3, candidates=3, riders=RiderOptions(branches=2, length=2), caches=caches)
-        parts = Parts(target=TARGET, draft=DRAFT, topology=parse_tree(tree), scheme=scheme, grams=grams)
+        parts = Parts(draft=DRAFT, topology=parse_tree(tree), scheme=scheme, grams=grams)
         made = make_drafter(parts, drafter)
     return Decoder(TARGET, made, tokenizer=tokenizer, eos_token_ids=eos_token_ids, walk=walk)
 

@@ -27,7 +27,7 @@ PROMPT = [1, 2, 3, 1, 2, 3, 1]
 
 
 def decoder(target: TabularModel = TARGET, options: GramTreeOptions = PRINTED) -> Decoder:
-    parts = Parts(target=target, topology=parse_tree("none"), grams=options)
+    parts = Parts(topology=parse_tree("none"), grams=options)
     return Decoder(target, make_drafter(parts, "self-draft"), lossless=False)
 
 

@@ -27,7 +27,7 @@ ALIKE = [*UNIONS, "suffix"]
 
 
 def drafter(name: str, tree: str = "3x2x1") -> Drafter:
-    parts = Parts(target=TARGET, draft=HEAD if name.endswith("head") else DRAFT, topology=parse_tree(tree))
+    parts = Parts(draft=HEAD if name.endswith("head") else DRAFT, topology=parse_tree(tree))
     grams, _, own = name.rpartition("+")
     if grams:
         return Combination(DRAFTERS.get(own)(parts), gram_tree([grams], GramTreeOptions()))

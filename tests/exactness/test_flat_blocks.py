@@ -70,7 +70,7 @@ PROMPT, CHANCE = _contested_prompt()
 
 
 def decoder(flat_blocks: bool) -> Decoder:
-    parts = Parts(target=TARGET, topology=parse_tree("none"), grams=replace(gram_options(), flat_blocks=flat_blocks))
+    parts = Parts(topology=parse_tree("none"), grams=replace(gram_options(), flat_blocks=flat_blocks))
     return Decoder(TARGET, make_drafter(parts, "ngram"), lossless=not flat_blocks)
 
 

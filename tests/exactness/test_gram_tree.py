@@ -107,7 +107,7 @@ def test_texts_are_never_offered_to_other_rows_or_requests(monkeypatch: pytest.M
 
 def _parts(drafter: str, **options: Any) -> Parts:
     grams = GramTreeOptions(**options) if options else gram_options()
-    return Parts(target=TARGET, topology=parse_tree("none"), grams=grams)
+    return Parts(topology=parse_tree("none"), grams=grams)
 
 
 @pytest.mark.parametrize("seeds", ["vocabulary", "prompt"])

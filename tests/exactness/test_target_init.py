@@ -58,7 +58,7 @@ def p_value(decoder: Decoder, label: str, monkeypatch: pytest.MonkeyPatch) -> fl
 
 
 def test_it_is_refused_without_the_word_for_it() -> None:
-    drafter = LOSSY_DRAFTERS.get("target-init")(Parts(target=TARGET, draft=DRAFT, topology=parse_tree("fork:2x2")))
+    drafter = LOSSY_DRAFTERS.get("target-init")(Parts(draft=DRAFT, topology=parse_tree("fork:2x2")))
     with pytest.raises(UsageError, match=r"target-init.*changes the distribution.*lossless=False"):
         Decoder(TARGET, drafter)
     assert not Decoder(TARGET, drafter, lossless=False).lossless

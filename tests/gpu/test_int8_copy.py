@@ -28,7 +28,7 @@ def target() -> HFModel:
 def decoder(target: HFModel, tree: str) -> Decoder:
     dynamic = parse_dynamic(tree)
     topology = parse_tree("none" if dynamic else tree)
-    parts = Parts(target=target, draft=Int8Copy(target), topology=topology, dynamic=dynamic)
+    parts = Parts(draft=Int8Copy(target), topology=topology, dynamic=dynamic)
     return Decoder(target, make_drafter(parts))
 
 

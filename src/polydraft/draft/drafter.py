@@ -43,7 +43,6 @@ class Plain(Drafter):
 class Parts:
     """Everything that a drafter can be made of."""
 
-    target: LanguageModel
     draft: LanguageModel | Head | None = None
     topology: Topology
     scheme: str = "auto"

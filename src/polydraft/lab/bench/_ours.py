@@ -161,7 +161,7 @@ def _beams(spec: MethodSpec, bench: Bench, mode: str, *, with_draft: bool) -> Me
         raise UsageError(f"method {spec.text!r} samples; pass --temperature above 0, or use beam-search")
     drafter = None
     if with_draft and spec.options.get("draft") != "twins":
-        drafter = make_drafter(Parts(target=bench.target.model, draft=bench.draft_for(spec), topology=parse_tree("1")))
+        drafter = make_drafter(Parts(draft=bench.draft_for(spec), topology=parse_tree("1")))
     decoder = BeamDecoder(Decoder(bench.target.model, drafter, eos_token_ids=bench.target.eos_token_ids))
     options = {"mode": mode, "beams": spec.count(default=4), **_beam_options(spec, mode, with_draft)}
     BeamOptions(**options)  # refuses wrong options before anything is measured
