@@ -10,6 +10,7 @@ A message is one line: what is wrong, which value, what is allowed, what to do.
 """
 
 import difflib
+import math
 from collections.abc import Iterable
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -80,8 +81,9 @@ def duration(seconds: float) -> str:
 
 
 def check_ranges(options: object, ranges: Iterable[tuple[str, float, float]]) -> None:
-    """Refuse options that are out of range; messages name their flags."""
+    """Refuse options that are out of range, with infinity for "as many as you like"; messages name their flags."""
     for name, low, high in ranges:
         value = getattr(options, name)
         if value is not None and not low <= value <= high:
-            raise UsageError(f"--{name.replace('_', '-')} {shown(value)} is out of range; allowed: {low} to {high}")
+            allowed = f"{low} to {high}" if high < math.inf else f"whole numbers from {low}"
+            raise UsageError(f"--{name.replace('_', '-')} {shown(value)} is out of range; allowed: {allowed}")

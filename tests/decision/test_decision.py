@@ -31,7 +31,7 @@ def model(kind: DecisionKind = DecisionKind.DISTRIBUTION, inputs: int = TOP + 1)
 
 
 def traces(count: int) -> Traces:
-    settings = DecisionSettings(traces=count, depth=3, rows=64, new_tokens=40)
+    settings = DecisionSettings(traces=count, depth=3, rows=64, max_new_tokens=40)
     return collect(settings, TARGET, DRAFT, [[3, 4], list(echo_pair().prompt)])
 
 

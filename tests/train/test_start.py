@@ -129,9 +129,8 @@ def test_a_head_in_eagle_3_s_form_is_trained_further(target: Loaded, tmp_path: P
     assert before is not None and after is not None
     assert after.shape == before.shape and after.num_columns == before.num_columns
     assert json.loads((tmp_path / "out" / "config.json").read_text())["trained_for"] == "tiny"
-    wanted = replace(settings, size=HeadSize(rollouts=2, mlp_size=8))
     with pytest.raises(UsageError, match="--mlp does not go with --start"):
-        run(wanted, target, tmp_path / "two")
+        replace(settings, size=HeadSize(rollouts=2, mlp_size=8))
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from polydraft.cli.options import machine_options, options_of, placed, with_options
+from polydraft.cli.options import machine_options, numbers, options_of, placed, with_options
 from polydraft.cli.terminal import PhaseProgress, announce_start
 from polydraft.errors import UsageError
 from polydraft.options import PairOptions
-from polydraft.output import check_empty
+from polydraft.output import check_empty, check_file
 from polydraft.train import CorpusCacheSettings, DecisionSettings, DraftSize, HeadSize, TrainSettings
 
 if TYPE_CHECKING:
@@ -51,23 +51,14 @@ def draft(layers: int | None, width: int | None, **options: Any) -> None:
 @options_of(HeadSize, mlp_size={"flag": "--mlp"}, taps={"type": str, "multiple": False, "help": _TAPS})
 def head(mlp_size: int, taps: str | None, rollouts: int, tree: str, **options: Any) -> None:
     """Train a feature head, as in EAGLE, on the target's hidden states, or fine-tune one (--start), also EAGLE-3 heads."""
-    _train(HeadSize(mlp_size=mlp_size, taps=_layers(taps), rollouts=rollouts, tree=tree), options)
-
-
-def _layers(taps: str | None) -> tuple[int, ...] | None:
-    if taps is None:
-        return None
-    try:
-        return () if taps == "none" else tuple(int(part) for part in taps.split(","))
-    except ValueError:
-        raise UsageError(f"--taps {taps!r} is not a list of layers; allowed: numbers such as 8,15,23, or none") from None
+    layers = taps if taps is None else () if taps == "none" else numbers("--taps", taps, int, "8,15,23, or none")
+    _train(HeadSize(mlp_size=mlp_size, taps=layers, rollouts=rollouts, tree=tree), options)
 
 
 def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
     out, resume = options.pop("out"), options.pop("resume")
     machine = {name: options.pop(name) for name in ("device", "dtype", "threads")}
     settings = TrainSettings(size=size, **options)
-    settings.check()
     announce_start()
     device, dtype = placed(**machine)
 
@@ -114,7 +105,7 @@ def _note(report: "Report") -> str:
 @command.command("decision", short_help="Train a model that ends drafting early.")
 @options_of(PairOptions)
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the decision model.")
-@options_of(DecisionSettings, new_tokens={"flag": "--max-new-tokens"})
+@options_of(DecisionSettings)
 @machine_options(dtype={"help": _DTYPES})
 def decision(target: str, draft: str, out: Path, device: str, dtype: str, threads: int | None, **options: Any) -> None:
     """Train a model that decides when to stop drafting, from real rounds of the target and its draft.
@@ -122,7 +113,6 @@ def decision(target: str, draft: str, out: Path, device: str, dtype: str, thread
     Use it with --decision FOLDER. It works only with the draft that it was trained for.
     """
     settings = DecisionSettings(**options)
-    settings.check()
     check_empty(out)
     announce_start()
 
@@ -173,9 +163,9 @@ def corpus_cache(
       polydraft train corpus-cache --tokenizer smollm2 --text news.txt.gz code.txt --out my.grams
       polydraft train corpus-cache --generate 2000000 --sampling-rows 4096 --max-bytes 3000000 --out my.grams
     """  # noqa: D301 (\b keeps click from filling the lines)
-    settings = CorpusCacheSettings(texts=(*texts, *more_texts), **options)
     announce_start()
-    settings.check(out)
+    settings = CorpusCacheSettings(texts=(*texts, *more_texts), **options)
+    check_file(out)
 
     from polydraft.train.corpus_cache import make_corpus_cache
 

@@ -33,7 +33,6 @@ def make_corpus_cache(
 
     Device and dtype are those of the model that writes text.
     """
-    settings.check(out)
     target = load_model(settings.tokenizer, device, dtype) if settings.generate else None
     tokenizer = target.tokenizer if target else load_tokenizer(settings.tokenizer)
     vocab_size = max(tokenizer.get_vocab().values()) + 1

@@ -4,7 +4,7 @@ A decision model learns from traces: what the draft computed for each token, and
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from polydraft.draft import Builder, DistributionSource, TreeDrafter
-from polydraft.draft.stopping_builder import Decision, StoppingBuilder
+from polydraft.draft.stopping_builder import StoppingBuilder
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import Head, LanguageModel
@@ -53,34 +53,21 @@ class Traces:
         return cls(*(torch.cat([getattr(part, name) for part in parts]) for name in cls.__dataclass_fields__))
 
 
-@dataclass(eq=False)
-class _Recorder(Decision):
-    """A decision model that never stops drafting and records its inputs."""
-
-    shown: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def goes_on(self, features_BGF: Tensor, logits_BGV: Tensor) -> Tensor:
-        """Record the inputs and continue drafting."""
-        self.shown.append((features_BGF[:, 0].float(), distribution_inputs(logits_BGV[:, 0], TOP)))
-        return torch.ones(len(features_BGF), dtype=torch.bool, device=features_BGF.device)
-
-
 class _Tracing(TreeDrafter):
     """A drafter of chains that records traces."""
 
     def __init__(self, draft: LanguageModel | Head, chain: Topology, scheme: str, traces: list[Traces]) -> None:
-        self._recorder, self._traces = _Recorder(), traces
-        super().__init__(draft, chain, scheme, decision=self._recorder)
+        super().__init__(draft, chain, scheme)
+        self._traces = traces
 
     def builder(self, params: RowParams, target: LanguageModel) -> Builder:
         """Return a builder that records traces."""
         assert isinstance(self.topology, Topology)
-        source = self.source(len(params))
-        return _TracingBuilder(source, self.topology, params, target, self.scheme, self._recorder, self._traces)
+        return _TracingBuilder(self.source(len(params)), self.topology, params, target, self.scheme, self._traces)
 
 
 class _TracingBuilder(StoppingBuilder):
-    """A builder that records traces. It copies values to the host, so rounds cannot be captured."""
+    """A builder that never stops early, but records traces. It copies values to the host, so rounds cannot be captured."""
 
     elastic = False
 
@@ -91,25 +78,30 @@ class _TracingBuilder(StoppingBuilder):
         params: RowParams,
         target: LanguageModel,
         scheme: str | Scheme,
-        recorder: _Recorder,
         traces: list[Traces],
     ) -> None:
-        super().__init__(source, topology, params, target.vocab_size, scheme=scheme, decision=recorder)
-        self._target, self._recorder, self._traces = target, recorder, traces
-        self._temperature = params.rows[0].temperature
+        super().__init__(source, topology, params, target.vocab_size, scheme=scheme)
+        self._target, self._traces, self._temperature = target, traces, params.rows[0].temperature
         self._built: DraftTree | None = None
+        self._inputs: list[tuple[Tensor, Tensor]] = []
+        """By level of the tree: what a decision model would be shown."""
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
-        """Build a chain, keeping it and the recorded inputs for `learn`."""
-        self._recorder.shown.clear()
+        """Build a chain, keeping it and its inputs for `learn`."""
+        self._inputs.clear()
         self._built = super().build(tail_B2, uniforms_BU)
         return self._built
+
+    def stops(self, features_BGF: Tensor, logits_BGV: Tensor) -> bool:
+        """Record the inputs and continue drafting."""
+        self._inputs.append((features_BGF[:, 0].float(), distribution_inputs(logits_BGV[:, 0], TOP)))
+        return False
 
     def learn(self, verdict: Verdict, keep_B: Tensor, features_BNF: Tensor) -> None:
         """Record a trace for each token of the chain up to and including the first rejected one."""
         tree, logits_BNV = self._built, self._target.head(features_BNF)
         assert tree is not None, "build() comes first"
-        for depth, (hidden_BF, distribution_BK) in enumerate(self._recorder.shown):
+        for depth, (hidden_BF, distribution_BK) in enumerate(self._inputs):
             token_B1 = tree.tokens_BN[:, depth + 1, None].clamp(min=0)
             node_B = torch.full_like(token_B1[:, 0], depth)
             if self._temperature == 0:
@@ -149,7 +141,7 @@ def collect(
         decoder = Decoder(target, drafter, eos_token_ids=eos_token_ids, walk="node")
         texts = [prompts[(first + row) % len(prompts)] for row in range(min(rows, len(prompts)) if greedy else rows)]
         sampling = SamplingParams(temperature=0.0 if greedy else 1.0)
-        decoder.generate(texts, sampling=sampling, max_new_tokens=settings.new_tokens, seed=settings.seed + batch)
+        decoder.generate(texts, sampling=sampling, max_new_tokens=settings.max_new_tokens, seed=settings.seed + batch)
         batch += 1
     advance(settings.traces)
     return Traces.joined(traces)
@@ -172,7 +164,6 @@ def train_decision(
     settings: DecisionSettings, target: Loaded, draft: LanguageModel | Head, out: Path, progress: Progress
 ) -> Quality:
     """Collect traces, train and calibrate a decision model, measure it, and write it into a folder."""
-    settings.check()
     try:
         check_empty(out)
         out.mkdir(parents=True, exist_ok=True)
@@ -181,10 +172,10 @@ def train_decision(
     encoder = Decoder(target.model, tokenizer=target.tokenizer)
     prompts = [encoder.encode(prompt.content, chat=True) for prompt in load_prompts(settings.prompts, settings.limit)]
     longest = target.model.max_positions
-    prompts = [prompt for prompt in prompts if longest is None or len(prompt) + settings.new_tokens <= longest]
+    prompts = [prompt for prompt in prompts if longest is None or len(prompt) + settings.max_new_tokens <= longest]
     if not prompts:
         raise UsageError(
-            f"no prompt of {settings.prompts} leaves room for {settings.new_tokens} new tokens in a context of {longest}; "
+            f"no prompt of {settings.prompts} leaves room for {settings.max_new_tokens} new tokens in a context of {longest}; "
             "lower --max-new-tokens"
         )
     traces = collect(

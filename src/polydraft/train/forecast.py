@@ -55,7 +55,11 @@ def needs_of(settings: TrainSettings, target: Loaded, advance: Callable[[int, in
 
     def seconds(work: Callable[[], object]) -> float:
         nonlocal done
-        took = _timed(work, target.model.device)
+        wait_for(target.model.device)
+        began = time.perf_counter()
+        work()
+        wait_for(target.model.device)
+        took = time.perf_counter() - began
         done += 1
         advance(done, trials)
         return took
@@ -92,14 +96,6 @@ def _writing_seconds(settings: TrainSettings, target: Loaded, seconds: Callable[
     # The first run is a warm-up.
     _, few, more = (seconds(partial(write, length)) for length in (_FEW, _FEW, _MORE))
     return max(more - few, 0.0) / ((_MORE - _FEW) * rows) * settings.tokens * _LATER
-
-
-def _timed(work: Callable[[], object], device: torch.device) -> float:
-    wait_for(device)
-    start = time.perf_counter()
-    work()
-    wait_for(device)
-    return time.perf_counter() - start
 
 
 def forecast_of(folder: str, target: Loaded, acceptance: Sequence[Acceptance], tree: str) -> str:

@@ -1,11 +1,11 @@
 """Settings of training runs: sizes, texts and schedules. The command line's options are derived from them."""
 
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from polydraft.errors import UsageError
-from polydraft.output import check_file
+from polydraft.errors import UsageError, check_ranges
 
 LOSSES = ("kl", "tv", "kl+tv", "lk")
 LENGTHS = (1, 2)
@@ -26,10 +26,8 @@ class DraftSize:
         """Flags of the sizes that were given."""
         return [flag for flag, size in (("--layers", self.layers), ("--width", self.width)) if size is not None]
 
-    def check(self) -> None:
-        """Refuse sizes that are out of range."""
-        if self.layers is not None:
-            _check_positive(self, "layers")
+    def __post_init__(self) -> None:
+        check_ranges(self, [("layers", 1, math.inf)])
         if self.width is not None and (self.width < 32 or self.width % 32):
             raise UsageError(f"--width {self.width} is out of range; allowed: multiples of 32")
 
@@ -52,10 +50,12 @@ class HeadSize:
         """Flags of the sizes that were given."""
         return [flag for flag, is_given in (("--mlp", self.mlp_size > 0), ("--taps", self.taps is not None)) if is_given]
 
-    def check(self) -> None:
-        """Refuse sizes that are out of range."""
-        _check_positive(self, "rollouts")
-        check_tree(self.tree)
+    def __post_init__(self) -> None:
+        check_ranges(self, [("rollouts", 1, math.inf)])
+        if not all(part.isdigit() and 1 <= int(part) <= 64 for part in self.tree.split("x")):
+            raise UsageError(
+                f"--tree {self.tree!r} is not a list of candidates per depth; allowed: numbers from 1 to 64, such as 4x2x2x1x1"
+            )
         if self.mlp_size < 0:
             raise UsageError(f"--mlp {self.mlp_size} is out of range; allowed: 0 (the target's) or more")
 
@@ -102,21 +102,15 @@ class TrainSettings:
     sampling_rows: int = 0
     """Texts for the target to write at a time; 0 for as many as fit in memory."""
 
-    def check(self) -> None:
-        """Refuse settings that cannot be trained with."""
-        self.size.check()
-        _check_positive(self, "tokens", "steps", "batch_size", "save_every", "evaluate_every")
-        if self.sampling_rows < 0:
-            raise UsageError(f"--sampling-rows {self.sampling_rows} is out of range; allowed: 0 (what fits) or more")
-        if not 0 <= self.made_up <= 1:
-            raise UsageError(f"--made-up {self.made_up} is out of range; allowed: 0 to 1")
-        if self.length < 16:
-            raise UsageError(f"--length {self.length} is out of range; allowed: 16 or more")
+    def __post_init__(self) -> None:
+        counts = ("tokens", "steps", "batch_size", "save_every", "evaluate_every")
+        check_ranges(self, [(name, 1, math.inf) for name in counts])
+        check_ranges(
+            self, [("sampling_rows", 0, math.inf), ("vocabulary", 0, math.inf), ("length", 16, math.inf), ("made_up", 0, 1)]
+        )
         _check_rate(self.learning_rate)
         if self.loss not in LOSSES:
             raise UsageError(f"unknown loss {self.loss!r}; allowed: {', '.join(LOSSES)}")
-        if self.vocabulary < 0:
-            raise UsageError(f"--vocabulary {self.vocabulary} is out of range; allowed: 0 (all tokens) or more")
         if self.start is not None:
             from polydraft.train.start import check_start  # late: it loads torch
 
@@ -160,7 +154,7 @@ class DecisionSettings:
     """Tokens to draft per round."""
     rows: int = 32
     """Texts to decode at a time."""
-    new_tokens: int = 64
+    max_new_tokens: int = 64
     """Generate at most this many tokens per text."""
     width: int = 64
     """Size of the hidden layers."""
@@ -171,11 +165,9 @@ class DecisionSettings:
     seed: int = 0
     """The same seed gives the same model (on the same machine)."""
 
-    def check(self) -> None:
-        """Refuse settings that cannot be trained with."""
-        _check_positive(self, "traces", "depth", "rows", "width", "steps")
-        if self.new_tokens < 1:
-            raise UsageError(f"--max-new-tokens {self.new_tokens} is out of range; allowed: whole numbers from 1")
+    def __post_init__(self) -> None:
+        counts = ("traces", "depth", "rows", "max_new_tokens", "width", "steps")
+        check_ranges(self, [(name, 1, math.inf) for name in counts])
         _check_rate(self.learning_rate)
 
 
@@ -204,23 +196,19 @@ class CorpusCacheSettings:
     seed: int = 0
     """With --generate: the same seed gives the same text (on the same machine)."""
 
-    def check(self, out: Path) -> None:
-        """Refuse impossible settings before anything is loaded."""
+    def __post_init__(self) -> None:
         from polydraft.ngrams.cache import check_order
 
         check_order(self.max_prefix, self.gram)
-        _check_positive(self, "max_bytes", "min_count")
-        if self.generate < 0:
-            raise UsageError(f"--generate {self.generate} is out of range; allowed: 0 (none) or more tokens")
+        check_ranges(self, [("max_bytes", 1, math.inf), ("min_count", 1, math.inf), ("generate", 0, math.inf)])
         if not self.texts and not self.generate:
             raise UsageError(
                 "there is no text to count; give files with --text, or let the model write some with --generate TOKENS"
             )
         for file in self.texts:
             check_text_file(file)
-        check_file(out)
         if self.generate:
-            self.written().check()
+            self.written()  # checks the other settings
 
     def written(self) -> TrainSettings:
         """Return training settings that make the target write this text."""
@@ -238,20 +226,6 @@ def check_text_file(file: Path) -> None:
     """Refuse a missing file before hours are spent on the others."""
     if not file.is_file():
         raise UsageError(f"cannot read {str(file)!r}: there is no such file; allowed: UTF-8 text, plain or gzipped (.gz)")
-
-
-def check_tree(tree: str) -> None:
-    """Refuse a tree that is not given by the number of candidates at each depth."""
-    if not all(part.isdigit() and 1 <= int(part) <= 64 for part in tree.split("x")):
-        raise UsageError(
-            f"--tree {tree!r} is not a list of candidates per depth; allowed: numbers from 1 to 64, such as 4x2x2x1x1"
-        )
-
-
-def _check_positive(settings: object, *names: str) -> None:
-    for name in names:
-        if (value := getattr(settings, name)) < 1:
-            raise UsageError(f"--{name.replace('_', '-')} {value} is out of range; allowed: whole numbers from 1")
 
 
 def _check_text(name: str) -> None:

@@ -1,17 +1,14 @@
 """Training a draft: corpus, optimizer steps, checkpoints, evaluation, and the finished folder with a model card."""
 
-import json
 import logging
 import math
-import os
-import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from polydraft.errors import FailureError, UsageError
@@ -19,7 +16,7 @@ from polydraft.models import FeatureHead
 from polydraft.models.heads.known import remember_draft
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import Loaded
-from polydraft.output import cannot_write, check_empty, check_folder, keep_settings, partial_folder
+from polydraft.output import cannot_write, check_empty, check_folder, keep_settings, written_whole
 from polydraft.sampling import PartialVocabulary
 from polydraft.train.corpus import Corpus, make_corpus
 from polydraft.train.head_pupil import HeadPupil
@@ -39,7 +36,7 @@ _LAST_PHASE = 0.6
 _TEST_POSITIONS, _TEST_TEXTS = 2048, 16
 _FREE = {"steps", "save_every", "evaluate_every", "sampling_rows"}
 """Settings that may change when a run is resumed."""
-_CURRENT, _FORMER = "checkpoint", "checkpoint.former"
+_CHECKPOINT = "checkpoint.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,7 +62,6 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
     The subfolder `training` keeps what a resumed run needs. Without `resume`, `out` must be empty. The command is quoted in the
     card; the observer is called with progress.
     """
-    settings.check()
     start = load_start(settings, target)
     work = _open_folder(settings, out, resume)
     corpus = _corpus(settings, target, work, observer)
@@ -241,39 +237,34 @@ def _autocast(pupil: Pupil) -> torch.autocast:
 
 
 def _save_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer], step: int) -> None:
-    """Save weights, optimizer states and the step. If killed, either the old or the new checkpoint remains."""
+    """Save weights, optimizer states and the step; if that fails or is killed, the last checkpoint remains."""
     tensors = {f"weights.{key}": value for key, value in module.state_dict().items()}
     for number, optimizer in enumerate(optimizers):
         for index, state in optimizer.state_dict()["state"].items():
             tensors |= {f"optimizer.{number}.{index}.{key}": value for key, value in state.items()}
-    folder, former = work / _CURRENT, work / _FORMER
+    # Copy each tensor: safetensors refuses tied weights, which share storage.
+    own = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
     try:
-        with partial_folder(folder) as partial:
-            # Copy each tensor: safetensors refuses tied weights, which share storage.
-            own = {key: value.detach().cpu().clone().contiguous() for key, value in tensors.items()}
-            save_file(own, partial / "state.safetensors")
-            (partial / "progress.json").write_text(json.dumps({"step": step}))
-            if folder.exists():
-                shutil.rmtree(former, ignore_errors=True)
-                os.replace(folder, former)
-            os.replace(partial, folder)
-            shutil.rmtree(former, ignore_errors=True)
+        with written_whole(work / _CHECKPOINT) as partial:
+            save_file(own, partial, metadata={"step": str(step)})
     except (OSError, SafetensorError) as error:
         raise FailureError(
-            f"cannot write {folder} ({error}), but the last checkpoint is intact; free some space and run again with --resume"
+            f"cannot write {work / _CHECKPOINT} ({error}), but the last checkpoint is intact; free some space and run again "
+            "with --resume"
         ) from None
 
 
 def _load_checkpoint(work: Path, module: nn.Module, optimizers: list[torch.optim.Optimizer]) -> int:
     """Restore the last checkpoint and return its step; 0 without one."""
-    place = next((work / name for name in (_CURRENT, _FORMER) if (work / name / "progress.json").exists()), None)
-    if place is None:
+    file = work / _CHECKPOINT
+    if not file.exists():
         return 0
     try:
-        tensors = load_file(place / "state.safetensors")
-        step = int(json.loads((place / "progress.json").read_text())["step"])
+        with safe_open(file, "pt") as opened:
+            tensors = {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
+            step = int(opened.metadata()["step"])
     except (OSError, SafetensorError, ValueError, LookupError, TypeError) as error:
-        raise FailureError(f"cannot read the checkpoint {place} ({error}); remove it to train from the start") from None
+        raise FailureError(f"cannot read the checkpoint {file} ({error}); remove it to train from the start") from None
     weights = {key.removeprefix("weights."): value for key, value in tensors.items() if key.startswith("weights.")}
     try:
         module.load_state_dict(weights)

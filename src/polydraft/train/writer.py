@@ -133,10 +133,10 @@ class Writer:
         context = target.start(rows, length)
         _prefill(context, starts)
         begun = [len(start) for start in starts]
-        state = _State.new(starts, length, _ANSWER if answering or self._form is None else _USER, device)
+        turn = _ANSWER if answering or self._form is None else _USER
+        state = _State(starts, length, turn, target.num_columns, device)
         state.choose(generator)
         state.temperature_B.copy_(self._temperatures_X[state.choice_B])
-        state.noise_BV = torch.empty(rows, target.num_columns, device=device)
         graphs = GraphCache() if captures(device) and target.graph_obstacle is None else None
         if graphs is not None:
             context.span = context.capacity  # one capture serves all lengths
@@ -196,45 +196,29 @@ class Writer:
         state.temperature_B.copy_(torch.where(over_B, self._temperatures_X[state.choice_B], state.temperature_B))
 
 
-@dataclass(eq=False)
 class _State:
     """The state of all rows, which a captured step reads and writes in place."""
 
-    tokens_BL: Tensor
-    answer_BL: Tensor
-    position_B: Tensor
-    turn_B: Tensor
-    written_B: Tensor
-    """Tokens of the turn so far."""
-    forced_B: Tensor
-    """Tokens of the bridge so far."""
-    bridging_B: Tensor
-    temperature_B: Tensor
-    choice_B: Tensor
-    """Index of the temperature for an answer that begins now."""
-    limits_2: Tensor
-    """Longest turns of user and answer."""
-    noise_BV: Tensor
-
-    @classmethod
-    def new(cls, starts: Sequence[Sequence[int]], length: int, turn: int, device: torch.device) -> "_State":
+    def __init__(self, starts: Sequence[Sequence[int]], length: int, turn: int, columns: int, device: torch.device) -> None:
         rows = len(starts)
         tokens = torch.tensor([[*start, *[0] * (length - len(start))] for start in starts], dtype=torch.int32)
         limits = [max(int(share * length), 1) for share in (_USER_SHARE, _ANSWER_SHARE)]
         zeros_B = torch.zeros(rows, dtype=torch.long, device=device)
-        return cls(
-            tokens_BL=tokens.to(device).long(),
-            answer_BL=torch.zeros(rows, length, dtype=torch.bool, device=device),
-            position_B=torch.tensor([len(start) for start in starts], device=device),
-            turn_B=zeros_B + turn,
-            written_B=zeros_B.clone(),
-            forced_B=zeros_B.clone(),
-            bridging_B=zeros_B.bool(),
-            temperature_B=zeros_B.float(),
-            choice_B=zeros_B.clone(),
-            limits_2=torch.tensor(limits, device=device),
-            noise_BV=zeros_B[:, None],
-        )
+        self.tokens_BL = tokens.to(device).long()
+        self.answer_BL = torch.zeros(rows, length, dtype=torch.bool, device=device)
+        self.position_B = torch.tensor([len(start) for start in starts], device=device)
+        self.turn_B = zeros_B + turn
+        self.written_B = zeros_B.clone()
+        """Tokens of the turn so far."""
+        self.forced_B = zeros_B.clone()
+        """Tokens of the bridge so far."""
+        self.bridging_B = zeros_B.bool()
+        self.temperature_B = zeros_B.float()
+        self.choice_B = zeros_B.clone()
+        """Index of the temperature for an answer that begins now."""
+        self.limits_2 = torch.tensor(limits, device=device)
+        """Longest turns of user and answer."""
+        self.noise_BV = torch.empty(rows, columns, device=device)
 
     def choose(self, generator: torch.Generator) -> None:
         """Draw the temperature of each row's next answer, in case it begins in this step."""
