@@ -14,7 +14,7 @@ import pytest
 
 from covering import keeping
 from polydraft.batch.files import BatchOptions, PromptFile, ResultFile
-from polydraft.batch.runner import BatchTask, run_batch
+from polydraft.batch.runner import BatchTask, generate_rows, write_all
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
 from polydraft.loading import load
@@ -50,7 +50,7 @@ def ran(decoder: Decoder, file: Path, out: Path, *, resume: bool = False, task: 
             raise KeyboardInterrupt
 
     try:
-        run_batch(decoder, prompts, results, task, OPTIONS, observe)
+        write_all(generate_rows(decoder, prompts.rows(results.last), task, OPTIONS), results, observe)
     finally:
         results.close()
     assert seen == sorted(seen)
@@ -197,7 +197,9 @@ def test_a_full_disk_leaves_whole_rows_and_says_how_to_go_on(
 
     results._file = Full()
     with pytest.raises(FailureError, match=r"No space left.*--resume"):
-        run_batch(decoder, PromptFile(file, 2**20), results, TASK, OPTIONS, lambda row, totals: None)
+        write_all(
+            generate_rows(decoder, PromptFile(file, 2**20).rows(results.last), TASK, OPTIONS), results, lambda row, totals: None
+        )
     results.close()
     assert out.stat().st_size == 700
     assert [one["text"] for one in ran(decoder, file, out, resume=True)] == [one["text"] for one in whole]
@@ -266,7 +268,8 @@ def test_memory_does_not_grow_with_rows(decoder: Decoder, tmp_path: Path) -> Non
 
     prompts = PromptFile(file, 2**20)
     results = ResultFile(tmp_path / "out.jsonl", {}, resume=False)
-    run_batch(decoder, prompts, results, BatchTask(sampling=WARM, max_new_tokens=2, seed=0, raw=True), OPTIONS, observe)
+    task = BatchTask(sampling=WARM, max_new_tokens=2, seed=0, raw=True)
+    write_all(generate_rows(decoder, prompts.rows(results.last), task, OPTIONS), results, observe)
     results.close()
     assert 0 < most <= 4 * OPTIONS.slots
 

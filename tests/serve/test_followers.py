@@ -72,10 +72,10 @@ def test_a_follower_writes_what_the_leader_writes(tiny: str) -> None:
             request = Request([text], OFF if number == 5 else "auto", loop)
             first.submit(request)
             requests.append(request)
-        await requests[4].next()
+        await requests[4].events.get()
         first.cancel(requests[4])
         for request in (*requests[:4], requests[5]):
-            while (await request.next()).emitted.stop_reason is None:
+            while (await request.events.get()).emitted.stop_reason is None:
                 pass
         return requests
 

@@ -131,5 +131,5 @@ def test_a_round_that_breaks_takes_what_was_kept_with_it(serving, monkeypatch):
     monkeypatch.setattr(lane, "step", breaks)
     answer = server.post(COMPLETIONS, {"prompt": [*STEM, 5], "max_tokens": 60, "ignore_eos": True})
     assert answer.status_code == 503 and answer.json()["error"]["code"] == "out_of_memory"
-    assert server.service.scheduler.prefix_bytes == 0
+    assert server.service.scheduler.prefixes.nbytes == 0
     assert [cached(ask(server, [*STEM, 5])) for _ in range(2)] == [0, len(STEM)]

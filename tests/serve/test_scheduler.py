@@ -60,7 +60,7 @@ async def finished(one: Request) -> list[Exception | None]:
     """Wait for all texts of a request; return how each failed, if it did."""
     errors: dict[int, Exception | None] = {}
     while len(errors) < len(one.sequences):
-        progress = await one.next()
+        progress = await one.events.get()
         if progress.emitted.stop_reason is not None:
             errors[progress.index] = progress.error
     return [errors[index] for index in range(len(one.sequences))]
@@ -147,7 +147,7 @@ def test_a_round_that_breaks_costs_those_at_work_alone(caplog: pytest.LogCapture
 
                 lane.step = broken  # type: ignore[method-assign]
                 scheduler.submit(first)
-                await first.next()
+                await first.events.get()
                 step.set()
                 (found,) = await finished(first)
                 assert isinstance(found, RequestError) and found.code == code

@@ -127,7 +127,7 @@ def test_soak(serving, tiny_decoder, count):
     requests = [one for one in gc.get_objects() if type(one) is Request]
     assert len(requests) < 50, "requests that are over are forgotten"
     assert len(checked) > count / 3
-    assert server.service.scheduler.prefix_bytes > 0 and hits(server) > 0
+    assert server.service.scheduler.prefixes.nbytes > 0 and hits(server) > 0
     for body, text in sample(checked, 60 if count > 100 else 15):
         assert text == expected_text(tiny_decoder, body)
     assert threading.active_count() < 50 and len(os.listdir("/proc/self/fd")) < 200

@@ -5,9 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from polydraft.batch.files import BatchOptions, PromptFile, Results, Row, Totals
+from polydraft.batch.files import BatchOptions, Results, Row, Totals
 from polydraft.engine import Decoder, TokenSequence
 from polydraft.errors import FailureError, UsageError
 from polydraft.models import check_prompts
@@ -16,7 +14,7 @@ from polydraft.prompts import prompt_of
 from polydraft.sampling import SamplingParams, check_params
 from polydraft.sampling.categorical import row_seed
 from polydraft.serve.lane import Lane, LaneOptions
-from polydraft.serve.memory import fitting_pool, fitting_prefixes, reserve
+from polydraft.serve.memory import enough_memory, fitting_pool, fitting_prefixes, reserve
 from polydraft.serve.request import Request
 
 _LEAST_WINDOW = 1024
@@ -38,15 +36,8 @@ class BatchTask:
     """Use prompts as they are, without the chat template."""
 
 
-def run_batch(
-    decoder: Decoder, prompts: PromptFile, results: Results, task: BatchTask, options: BatchOptions, observer: Observer
-) -> Totals:
-    """Generate text for all rows after the last one that has a result; `observer` reports progress."""
-    return write_all(generate_rows(decoder, prompts.rows(results.last), task, options), results, observer)
-
-
 def write_all(groups: Iterable[list[dict[str, Any]]], results: Results, observer: Observer) -> Totals:
-    """Write results as they arrive, and return the totals."""
+    """Write results as they arrive, and return the totals; `observer` reports progress."""
     start = time.perf_counter()
     for group in groups:
         results.totals.seconds = time.perf_counter() - start
@@ -97,12 +88,8 @@ def _lane(decoder: Decoder, size: LaneOptions) -> Lane:
     """Return a lane with all of its memory allocated."""
     pool = fitting_pool(decoder.target.device)
     lane = Lane(decoder, size, prefixes=Prefixes(fitting_prefixes(decoder.target.device)), pool=pool)
-    try:
+    with enough_memory(str(size.slots), size.slot_tokens, "--slots or --slot-tokens"):
         reserve([lane], pool)
-    except (MemoryError, torch.OutOfMemoryError) as error:
-        raise FailureError(
-            f"too little memory for {size.slots} slots of {size.slot_tokens} tokens; use smaller --slots or --slot-tokens"
-        ) from error
     return lane
 
 

@@ -1,9 +1,9 @@
-"""Distribute rows among Ray Data workers, and write their results in order into one file."""
+"""Distribute rows among Ray Data workers, and return their results in order."""
 
 import itertools
 import json
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,8 @@ import ray.data
 import torch
 from ray.exceptions import RayError
 
-from polydraft.batch.files import BatchOptions, PromptFile, Results, Totals, WorkerOptions
-from polydraft.batch.runner import BatchTask, Observer, generate_rows, write_all
+from polydraft.batch.files import BatchOptions, PromptFile, WorkerOptions
+from polydraft.batch.runner import BatchTask, generate_rows
 from polydraft.errors import FailureError
 from polydraft.loading import load_with
 from polydraft.options import LoadOptions
@@ -39,26 +39,20 @@ class Worker:
         return {"results": np.array([json.dumps(found)], dtype=object)}
 
 
-def run_by_ray(
-    loading: Mapping[str, Any],
-    workers: WorkerOptions,
-    prompts: PromptFile,
-    results: Results,
-    task: BatchTask,
-    options: BatchOptions,
-    observer: Observer,
-) -> Totals:
-    """Generate text for all rows after the last one that has a result, with workers on a cluster.
+def rows_by_ray(
+    loading: Mapping[str, Any], workers: WorkerOptions, prompts: PromptFile, after: int, task: BatchTask, options: BatchOptions
+) -> Iterator[list[dict[str, Any]]]:
+    """Yield the results of all rows after one of them, in order, with workers on a cluster.
 
     A worker that dies is restarted and repeats its share: every row has its own seed.
     """
     size = max(_ROWS_PER_SLOT * options.slots, -(-prompts.lines // _MOST_SHARES))
     # With fewer rows than that per worker, share them evenly, so that no worker idles.
-    size = max(min(size, -(-(prompts.lines - results.last) // workers.workers)), 1)
-    rows = prompts.rows(results.last)
+    size = max(min(size, -(-(prompts.lines - after) // workers.workers)), 1)
+    rows = prompts.rows(after)
     shares = [{"rows": pickle.dumps(share)} for share in iter(lambda: list(itertools.islice(rows, size)), [])]
     if not shares:
-        return results.totals
+        return
     with cluster_with_room("worker", workers.workers, cpus=workers.worker_cpus, gpus=workers.worker_gpus):
         context = ray.data.DataContext.get_current()
         context.execution_options.preserve_order = True
@@ -72,7 +66,8 @@ def run_by_ray(
             num_gpus=workers.worker_gpus,
         )
         try:
-            return write_all((json.loads(row["results"]) for row in data.iter_rows()), results, observer)
+            for row in data.iter_rows():
+                yield json.loads(row["results"])
         except RayError as error:
             reason = str(error).strip().splitlines()[-1]
             raise FailureError(

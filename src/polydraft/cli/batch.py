@@ -2,18 +2,16 @@
 
 import dataclasses
 import json
-from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import click
 
-from polydraft.batch.files import BatchOptions, PromptFile, ResultFile, Results, WorkerOptions
-from polydraft.cli.options import Choices, GroupedCommand, options_of, prepare, raw_option, shared_options, taken
+from polydraft.batch.files import BatchOptions, PromptFile, ResultFile, Results, Totals, WorkerOptions
+from polydraft.cli.options import Choices, GroupedCommand, needing, options_of, prepare, raw_option, shared_options, taken
 from polydraft.cli.terminal import PhaseProgress, announce_start
-from polydraft.errors import FailureError, UsageError
+from polydraft.errors import FailureError
 
 _MOST_NAMED = 8
 """Bad rows that the error at the end names."""
@@ -37,7 +35,7 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     the last result; every row has its own seed, so its text stays the same. With --ray, workers on a cluster share the rows.
     """
     announce_start()
-    from polydraft.batch.runner import BatchTask, run_batch
+    from polydraft.batch.runner import BatchTask, generate_rows, write_all
     from polydraft.engine.stats import rest_line
     from polydraft.models.placement import TENSOR_PARALLEL, agreed, is_follower
 
@@ -52,16 +50,23 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
     follows = choices.device_map == TENSOR_PARALLEL and is_follower()
     results = Results() if follows else ResultFile(out, described, resume=resume)
     try:
-        run = _by_ray(choices, workers) if workers.ray else partial(run_batch, choices.decoder(batch=settings.slots))
-        first = results.last = agreed(results.last)
+        if workers.ray:
+            with needing("workers need", "ray"):
+                from polydraft.batch.sharing import rows_by_ray
+            prepare(choices.threads)
+            groups = rows_by_ray(choices.for_others("workers"), workers, source, results.last, task, settings)
+        else:
+            decoder = choices.decoder(batch=settings.slots)
+            results.last = agreed(results.last)
+            groups = generate_rows(decoder, source.rows(results.last), task, settings)
         with PhaseProgress() if not follows else nullcontext(lambda *_: None) as progress:
 
-            def show(line: int, totals: Any) -> None:
+            def show(line: int, totals: Totals) -> None:
                 bad = f", {totals.bad} bad" if totals.bad else ""
                 progress("rows", line, source.lines, f"{totals.tokens_per_second:.1f} tokens/s{bad}")
 
-            progress("rows", first, source.lines)
-            totals = run(source, results, task, settings, show)
+            progress("rows", results.last, source.lines)
+            totals = write_all(groups, results, show)
     except BaseException as error:
         results.close(quietly=True)
         if not isinstance(error, Exception):  # Ctrl-C or SIGTERM
@@ -83,16 +88,6 @@ def command(prompts: Path, out: Path, resume: bool, raw: bool, as_json: bool, **
             click.echo(line, err=True)
     if totals.bad:
         raise FailureError(f"{totals.bad} of {totals.rows} rows could not be used: {_bad_rows(out)}; their errors are in {out}")
-
-
-def _by_ray(choices: Choices, workers: WorkerOptions) -> Callable[..., Any]:
-    """Return a function that runs a batch on a cluster."""
-    try:
-        from polydraft.batch.sharing import run_by_ray
-    except ImportError as error:
-        raise UsageError(f"{error}; install what workers need: pip install 'polydraft[ray]'") from None
-    prepare(choices.threads)
-    return partial(run_by_ray, choices.for_others("workers"), workers)
 
 
 def _bad_rows(out: Path) -> str:

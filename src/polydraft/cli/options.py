@@ -6,8 +6,10 @@ torch, so that help appears at once.
 
 import dataclasses
 import logging
+import math
 import sys
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get_origin
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, get_args, get
 import click
 
 from polydraft.described import Option, options_in
-from polydraft.errors import UsageError, unknown_name
+from polydraft.errors import UsageError, check_ranges, unknown_name
 from polydraft.options import LoadOptions, NgramOptions, PlaceOptions
 
 if TYPE_CHECKING:
@@ -177,8 +179,6 @@ def _arguments(option: Option) -> dict[str, Any]:
     if kind is bool:
         return {"is_flag": True, "default": default, "show_default": default}
     arguments: dict[str, Any] = {"default": default, "show_default": default is not None and default != ()}
-    if option.name == "threads":
-        arguments["callback"] = _checked_threads
     if get_origin(kind) is tuple:
         kind = get_args(kind)[0]
         arguments["multiple"] = True
@@ -203,13 +203,6 @@ def numbers(flag: str, text: str, kind: type[int] | type[float], example: str) -
         what = "whole numbers" if kind is int else "numbers"
         raise UsageError(f"{flag} {text!r} is not a list of {what}; separate them with commas, such as {example}")
     return found
-
-
-def _checked_threads(context: click.Context, parameter: click.Parameter, threads: int | None) -> int | None:
-    """Refuse numbers of threads with which torch would fail or crash."""
-    if threads is not None and not 1 <= threads <= _MOST_THREADS:
-        raise UsageError(f"--threads {threads} is out of range; allowed: whole numbers from 1 to {_MOST_THREADS}")
-    return threads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,17 +281,12 @@ class Choices(Loading, Request, Sampling):
         """Check everything that needs no model, and return the sampling parameters."""
         from polydraft.sampling import SamplingParams
 
-        if self.max_new_tokens < 1:
-            raise UsageError(f"--max-new-tokens {self.max_new_tokens} is out of range; allowed: whole numbers from 1")
-        found = self._named(*SAMPLING_NAMES)
-        return SamplingParams(**{name: _asked(name, value) for name, value in found.items()})
+        check_ranges(self, [("max_new_tokens", 1, math.inf)])
+        return SamplingParams(**{name: _asked(name, getattr(self, name)) for name in SAMPLING_NAMES})
 
     def request(self, params: "SamplingParams") -> dict[str, Any]:
         """Return the keyword arguments of a request."""
-        return {"sampling": params, **self._named("max_new_tokens", "seed", "stop")}
-
-    def _named(self, *names: str) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in names}
+        return {"sampling": params, "max_new_tokens": self.max_new_tokens, "seed": self.seed, "stop": self.stop}
 
 
 def _asked(name: str, value: Any) -> Any:
@@ -327,8 +315,10 @@ def machine_options(*, skip: Collection[str] = (), **changes: dict[str, Any]) ->
 
 
 def set_threads(threads: int | None) -> None:
-    """Set torch's number of threads, if one is given."""
+    """Set torch's number of threads, if one is given; refuse numbers with which it would fail or crash."""
     if threads is not None:
+        if not 1 <= threads <= _MOST_THREADS:
+            raise UsageError(f"--threads {threads} is out of range; allowed: whole numbers from 1 to {_MOST_THREADS}")
         import torch
 
         torch.set_num_threads(threads)
@@ -356,6 +346,15 @@ def placed(device: str, dtype: str, threads: int | None) -> "tuple[torch.device,
     prepare(threads)
     place = resolve_device(device)
     return place, resolve_dtype(dtype, place)
+
+
+@contextmanager
+def needing(who: str, extra: str) -> Iterator[None]:
+    """Turn an `ImportError` into an error that says which extra to install."""
+    try:
+        yield
+    except ImportError as error:
+        raise UsageError(f"{error}; install what {who}: pip install 'polydraft[{extra}]'") from None
 
 
 class _StderrHandler(logging.Handler):

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from polydraft.cli.options import GroupedCommand, Loading, loading_options, options_of, prepare, taken
+from polydraft.cli.options import GroupedCommand, Loading, loading_options, needing, options_of, prepare, taken
 from polydraft.described import options_in
 from polydraft.errors import PolydraftError, UsageError
 from polydraft.serve.logs import logging_as
@@ -54,13 +54,13 @@ def command(**options: Any) -> None:
 
 
 def _listen(settings: ServeOptions) -> socket.socket:
-    with _needing("a server needs", "serve"):
+    with needing("a server needs", "serve"):
         from polydraft.serve.server import listen
     return listen(settings)
 
 
 def _serve(loading: Loading, settings: ServeOptions, listening: socket.socket | None) -> None:
-    with _needing("a server needs", "serve"):
+    with needing("a server needs", "serve"):
         from polydraft.models.placement import is_follower
         from polydraft.serve.app import make_app
         from polydraft.serve.server import Server
@@ -80,14 +80,14 @@ def _check_for_ray(settings: ServeOptions, shared: bool) -> None:
     """Refuse what does not work with Ray before anything slow starts."""
     if shared:
         raise UsageError("--device-map tp and --ray cannot be combined; leave one out")
-    with _needing("replicas need", "ray"):
+    with needing("replicas need", "ray"):
         import_module("ray")
     if settings.port == 0:
         raise UsageError("--port 0 and --ray cannot be combined; choose a port")
 
 
 def _serve_by_ray(loading: Loading, settings: ServeOptions, replicas: ReplicaOptions) -> None:
-    with _needing("replicas need", "ray"):
+    with needing("replicas need", "ray"):
         from polydraft.serve.replicas import run_replicas
     given = loading.for_others("replicas")
     given |= {one.name: getattr(settings, one.name) for one in options_in(ServeOptions)}
@@ -105,12 +105,3 @@ def _logging_errors() -> Iterator[None]:
         expected = isinstance(error, PolydraftError)
         _LOGGER.critical("%s", error if expected else "the server failed unexpectedly", exc_info=None if expected else error)
         raise click.exceptions.Exit(2 if isinstance(error, UsageError) else 1) from None
-
-
-@contextmanager
-def _needing(who: str, extra: str) -> Iterator[None]:
-    """Turn an `ImportError` into an error that says which extra to install."""
-    try:
-        yield
-    except ImportError as error:
-        raise UsageError(f"{error}; install what {who}: pip install 'polydraft[{extra}]'") from None

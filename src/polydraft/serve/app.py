@@ -23,6 +23,7 @@ from polydraft.serve.service import Service
 from polydraft.serve.streaming import CompletionResponse
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_CHAT_PATH = "/v1/chat/completions"
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _PATHS = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /tokenize, /metrics"
 _ELSEWHERE = re.compile(
@@ -47,21 +48,14 @@ class Handlers:
     def __init__(self, service: Service) -> None:
         self._service = service
 
-    async def chat(self, request: Request) -> Any:
-        """Continue a conversation."""
-        return await self._complete(request, chat=True)
-
-    async def completions(self, request: Request) -> Any:
-        """Continue texts."""
-        return await self._complete(request, chat=False)
+    async def complete(self, request: Request) -> Any:
+        """Continue a conversation, or texts."""
+        chat, most = request.scope["path"].endswith(_CHAT_PATH), self._service.options.max_choices
+        return CompletionResponse(self._service, read_request(await self._body(request), chat=chat, max_choices=most))
 
     async def responses(self, request: Request) -> Any:
         """Continue a conversation, in the format of the newer API."""
         return CompletionResponse(self._service, *read_response_request(await self._body(request)))
-
-    async def _complete(self, request: Request, *, chat: bool) -> Any:
-        most = self._service.options.max_choices
-        return CompletionResponse(self._service, read_request(await self._body(request), chat=chat, max_choices=most))
 
     async def _body(self, request: Request) -> dict[str, Any]:
         try:
@@ -154,8 +148,8 @@ def make_app(service: Service) -> ASGIApp:
     handlers, post, get = Handlers(service), ["POST"], ["GET"]
     app: ASGIApp = Starlette(
         routes=[
-            Route("/v1/chat/completions", handlers.chat, methods=post),
-            Route("/v1/completions", handlers.completions, methods=post),
+            Route(_CHAT_PATH, handlers.complete, methods=post),
+            Route("/v1/completions", handlers.complete, methods=post),
             Route("/v1/responses", handlers.responses, methods=post),
             Route("/v1/models", handlers.models, methods=get),
             Route("/v1/models/{name:path}", handlers.model, methods=get),

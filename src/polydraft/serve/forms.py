@@ -141,16 +141,6 @@ class ChatForms:
         thought = next((pair for pair in THOUGHTS if pair[1] in chat), None)
         return cls(None if own else _first(_FORMS, chat), own or _first(_TEMPLATES, chat), thought)
 
-    @property
-    def has_calls(self) -> bool:
-        """Whether calls are recognised in texts that are free to contain none."""
-        return self.form is not None or self.template is not None
-
-    @property
-    def may_have_parts(self) -> bool:
-        """Whether answers may contain more than content, even without tools."""
-        return self.template is not None or self.thought is not None
-
     def thinks(self, prompt: str) -> bool:
         """Whether a prompt ends in the opening marker of reasoning."""
         return self.thought is not None and prompt.rstrip().endswith(self.thought[0])

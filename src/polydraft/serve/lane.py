@@ -12,7 +12,6 @@ from polydraft.draft import TreeDrafter
 from polydraft.draft.forced import with_forced
 from polydraft.draft.predicted import PLACES
 from polydraft.engine import Decoder, Engine, StopReason
-from polydraft.engine.sequence import Emitted
 from polydraft.engine.warm_up import USUAL_LENGTH, groups_to_read, prompt_of, rehearse
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
@@ -103,13 +102,12 @@ class Lane:
             engine.add(sequence)
         if not self.running:
             return []
-        return [self._progress(emitted) for emitted in engine.step(awaited)]
-
-    def _progress(self, emitted: Emitted) -> tuple[Request, Progress]:
-        request, index = self.running[emitted.row]
-        if emitted.stop_reason is not None:
-            del self.running[emitted.row]
-        return request, Progress(index, emitted, request.sequences[index].failure)
+        events = []
+        for emitted in engine.step(awaited):
+            ended = emitted.stop_reason is not None
+            request, index = self.running.pop(emitted.row) if ended else self.running[emitted.row]
+            events.append((request, Progress(index, emitted, request.sequences[index].failure)))
+        return events
 
     def warm_up(self, samplings: Sequence[SamplingParams], stopped: Callable[[], bool]) -> None:
         """Run rounds of every kind, text length and number of rows before the first request, until `stopped` says so.

@@ -1,13 +1,15 @@
-"""How much memory slots, texts and shared beginnings take if options do not say, and whether it is enough."""
+"""Memory of a server: default sizes of slots, texts and shared beginnings, and whether there is enough."""
 
 import logging
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 
 import torch
 
 from polydraft.devices import free_bytes, is_host
 from polydraft.engine import Decoder
+from polydraft.errors import FailureError
 from polydraft.models.blocks import Pool
 from polydraft.models.language_model import PREFILL_CHUNK
 from polydraft.models.placement import agreed
@@ -78,3 +80,19 @@ def reserve(lanes: Collection[Lane], pool: Pool | None) -> None:
     pool.least = pool.idle + max(longest for _, longest in needs)
     if pool.size < pool.least:
         raise MemoryError
+
+
+@contextmanager
+def enough_memory(slots: str, slot_tokens: int, smaller: str) -> Iterator[None]:
+    """Turn an error about memory into one that says what to make smaller."""
+    try:
+        yield
+    except Exception as error:
+        if not is_about_memory(error):
+            raise
+        raise FailureError(f"too little memory for {slots} slots of {slot_tokens} tokens; use smaller {smaller}") from error
+
+
+def is_about_memory(error: Exception) -> bool:
+    """Whether memory has run out; on a CPU, torch raises a mere `RuntimeError`."""
+    return isinstance(error, MemoryError | torch.OutOfMemoryError) or "memory" in str(error)

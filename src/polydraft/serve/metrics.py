@@ -61,10 +61,12 @@ class Metrics:
         self._gauge("num_requests_running", "Texts in slots.", lambda: scheduler.running)
         self._gauge("num_requests_waiting", "Texts waiting for slots.", lambda: scheduler.waiting)
         self._gauge("cache_reserved_bytes", "Memory for the keys and values of all texts.", lambda: scheduler.cache_bytes)
-        self._gauge("prefix_cache_bytes", "Memory for cached beginnings of texts.", lambda: scheduler.prefix_bytes)
+        prefixes, pool = scheduler.prefixes, scheduler.pool
+        cached = "Memory for cached beginnings of texts."
+        self._gauge("prefix_cache_bytes", cached, lambda: 0 if prefixes is None else prefixes.nbytes)
         self._gauge("kv_cache_usage_perc", "Fraction of the reserved memory in use, 0 to 1.", lambda: scheduler.cache_usage)
         preempted = "Texts that gave up their memory for others, and were read again."
-        self._gauge("num_preemptions", preempted, lambda: scheduler.evictions)
+        self._gauge("num_preemptions", preempted, lambda: 0 if pool is None else pool.evictions)
 
     def observe(self, request: Request, progress: Progress) -> None:
         """Count an event of a request."""

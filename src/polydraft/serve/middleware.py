@@ -8,7 +8,6 @@ import re
 import secrets
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -33,7 +32,8 @@ class AdmissionMiddleware:
 
     def __init__(self, app: ASGIApp, options: ServeOptions, metrics: Metrics) -> None:
         self._app, self._options, self._metrics = app, options, metrics
-        self._budget = _BodyBudget(options.max_body_bytes * (options.slots + options.max_queue))
+        self.held_bytes, self.most_held_bytes = 0, options.max_body_bytes * (options.slots + options.max_queue)
+        """Bytes of the bodies of all requests, and how many are allowed."""
         self._keys = [_digest(key) for key in options.read_keys()]
         if warning := options.key_file_warning():
             _LOGGER.warning("%s", warning)
@@ -58,7 +58,7 @@ class AdmissionMiddleware:
                 message["headers"] = [*message.get("headers", []), (b"x-request-id", request_id.encode())]
             await send(message)
 
-        body = _LimitedBody(receive, self._options.max_body_bytes, self._budget)
+        body = _LimitedBody(receive, self, self._options.max_body_bytes)
         try:
             self._check(scope["path"], scope["method"], headers)
             scope["state"]["client"] = _digest(_key(headers)).hex() if self._keys else ""
@@ -77,7 +77,7 @@ class AdmissionMiddleware:
             status, reason = status or 500, reason_of(error)
             raise
         finally:
-            self._budget.held -= body.read
+            self.held_bytes -= body.read
             if status >= 400:
                 self._metrics.failures.labels(status=status).inc()
             seconds = round(time.perf_counter() - start, 6)
@@ -124,28 +124,20 @@ class AdmissionMiddleware:
         return scheme.lower() == "bearer" and matches > 0
 
 
-@dataclass
-class _BodyBudget:
-    """Bytes of the bodies of all requests: how many are allowed, and how many are held now."""
-
-    most: int
-    held: int = 0
-
-
 class _LimitedBody:
-    """Receive a request's body, up to its own limit (whatever its header said) and the budget of all bodies."""
+    """Receive a request's body, up to its own limit (whatever its header said) and that of all bodies."""
 
-    def __init__(self, receive: Receive, most: int, budget: _BodyBudget) -> None:
-        self._receive, self._most, self._budget, self.read = receive, most, budget, 0
+    def __init__(self, receive: Receive, all_bodies: AdmissionMiddleware, most: int) -> None:
+        self._receive, self._all, self._most, self.read = receive, all_bodies, most, 0
 
     async def __call__(self) -> Message:
         message = await self._receive()
         size = len(message.get("body", b""))
         self.read += size
-        self._budget.held += size
+        self._all.held_bytes += size
         if self.read > self._most:
             raise RequestError("request_too_large", most=self._most)
-        if self._budget.held > self._budget.most:
+        if self._all.held_bytes > self._all.most_held_bytes:
             raise RequestError("too_many_bytes")
         return message
 

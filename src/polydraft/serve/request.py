@@ -31,11 +31,7 @@ class Progress:
 
 @dataclass(eq=False)
 class Request:
-    """A request's sequences, and the queue of events that its handler reads.
-
-    The scheduler's thread calls `deliver` through the event loop; the handler awaits `next`. The queue is unbounded (a sequence
-    has at most one event per token), so a slow reader never blocks the scheduler.
-    """
+    """A request's sequences, and the events for its handler."""
 
     sequences: Sequence[TokenSequence]
     speculative: str = AUTO
@@ -56,7 +52,8 @@ class Request:
     cancelled: bool = False
     client: str = ""
     """Digest of the API key, or address. Clients take turns for slots."""
-    _events: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[Progress] = field(default_factory=asyncio.Queue)
+    """Filled in the event loop only. Unbounded (at most one event per token), so slow readers never block the scheduler."""
 
     @property
     def lane(self) -> str:
@@ -66,14 +63,6 @@ class Request:
         predictions make rounds larger.
         """
         return self.speculative + (_GRAMMAR if self.constrained else "") + (_PREDICTION if self.predicted else "")
-
-    async def next(self) -> Progress:
-        """Wait for the next event."""
-        return await self._events.get()
-
-    def deliver(self, progress: Progress) -> None:
-        """Add an event; call it in the event loop only."""
-        self._events.put_nowait(progress)
 
 
 class SlotQueue:

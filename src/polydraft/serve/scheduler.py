@@ -8,24 +8,20 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cached_property
 
-import torch
-
 from polydraft.draft import Plain
 from polydraft.draft.forced import with_forced
 from polydraft.draft.predicted import with_prediction
 from polydraft.engine import Decoder, StopReason
 from polydraft.engine.sequence import Emitted
-from polydraft.errors import FailureError
 from polydraft.models.blocks import Pool
 from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import SamplingParams
 from polydraft.serve.errors import RequestError
 from polydraft.serve.lane import Lane, LaneOptions, most_places, with_speculation
-from polydraft.serve.memory import reserve
+from polydraft.serve.memory import enough_memory, is_about_memory, reserve
 from polydraft.serve.request import AUTO, OFF, Lockstep, Progress, Request
 
 _LOGGER = logging.getLogger("polydraft.serve")
-_MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError)
 _HEARTBEAT_SECONDS = 60.0
 """How often an idle leader calls its followers, whose collective would time out otherwise."""
 
@@ -123,16 +119,10 @@ class Scheduler:
         FailureError
             If there is too little memory.
         """
-        try:
+        slots = f"{self.options.slots} + {self._second_options.slots}"
+        with enough_memory(slots, self.options.slot_tokens, "--slots, --other-slots or --slot-tokens, or more --cache-gb"):
             self._switch_second_lane(Request((), constrained=True))  # this way of drafting needs the most memory
             reserve(self.lanes.values(), self.pool)
-        except Exception as error:
-            if not _is_about_memory(error):
-                raise
-            raise FailureError(
-                f"too little memory for {self.options.slots} + {self._second_options.slots} slots of "
-                f"{self.options.slot_tokens} tokens; use smaller --slots, --other-slots or --slot-tokens, or more --cache-gb"
-            ) from error
 
     @property
     def cache_bytes(self) -> int:
@@ -146,16 +136,6 @@ class Scheduler:
             return self.pool.usage
         slots = self.options.slots + self._second_options.slots
         return sum(lane.used_tokens for lane in tuple(self.lanes.values())) / (slots * self.options.slot_tokens)
-
-    @property
-    def evictions(self) -> int:
-        """How often a text gave up its memory for others."""
-        return 0 if self.pool is None else self.pool.evictions
-
-    @property
-    def prefix_bytes(self) -> int:
-        """Bytes of the cached text beginnings."""
-        return 0 if self.prefixes is None else self.prefixes.nbytes
 
     @property
     def running(self) -> int:
@@ -247,10 +227,8 @@ class Scheduler:
         lockstep = self.lockstep
         with self._changed:
             if lockstep is None or lockstep.leads:
-                self._changed.wait_for(
-                    lambda: self._stopping or self._arrived or self._cancelled or self._second_queue or self._busy,
-                    None if lockstep is None else _HEARTBEAT_SECONDS,
-                )
+                seconds = None if lockstep is None else _HEARTBEAT_SECONDS
+                self._changed.wait_for(lambda: self._stopping or self._unfinished or self._cancelled, seconds)
             arrived, cancelled = list(self._arrived), list(self._cancelled)
             self._arrived.clear()
             self._cancelled.clear()
@@ -267,10 +245,6 @@ class Scheduler:
         for request in cancelled:
             self._drop(request)
         return not stopping
-
-    @property
-    def _busy(self) -> bool:
-        return any(lane.busy for lane in self.lanes.values())
 
     def _drop(self, request: Request) -> None:
         """End all sequences of a request, wherever they are."""
@@ -327,7 +301,7 @@ class Scheduler:
         _LOGGER.error("a round failed: %s: %s", type(error).__name__, error, exc_info=error)
         if self.prefixes is not None:
             self.prefixes.clear()  # to free memory, and because the failed round may have left garbage in them
-        return _failed(lane.reset(), RequestError("out_of_memory" if _is_about_memory(error) else "round_failed"))
+        return _failed(lane.reset(), RequestError("out_of_memory" if is_about_memory(error) else "round_failed"))
 
     def _publish(self, events: Events) -> None:
         """Pass events to the observer and to the requests' event loops, in one call per loop."""
@@ -349,17 +323,13 @@ class Scheduler:
                 _LOGGER.debug("an event loop was closed before its answers were complete")
 
 
-def _is_about_memory(error: Exception) -> bool:
-    return isinstance(error, _MEMORY_ERRORS) or "memory" in str(error)
-
-
 def _sequences_of(request: Request) -> list[tuple[Request, int]]:
     return [(request, index) for index in range(len(request.sequences))]
 
 
 def _deliver(events: Events) -> None:
     for request, progress in events:
-        request.deliver(progress)
+        request.events.put_nowait(progress)
 
 
 def _failed(sequences: Iterable[tuple[Request, int]], error: Exception) -> Events:

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -231,12 +232,10 @@ class Server(uvicorn.Server):
         """Accept connections, and announce the address."""
         await super().startup([])  # without sockets: asyncio's own accept has no limit, and floods the log when files run out
         connections = cast(set[Connection], self.server_state.connections)
-        listener = Listener(self._listening, self._connection, connections, self._options.client_seconds)
+        make = partial(Connection, self.config, self.server_state, self.lifespan.state)
+        listener = Listener(self._listening, make, connections, self._options.client_seconds)
         self._tasks = [asyncio.create_task(listener.accept()), asyncio.create_task(listener.close_overdue())]
         self._announce(f"http://{host_and_port(*self._listening.getsockname()[:2])}")
-
-    def _connection(self) -> Connection:
-        return Connection(self.config, self.server_state, self.lifespan.state)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stop accepting connections, and close the open ones."""

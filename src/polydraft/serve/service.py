@@ -12,7 +12,7 @@ from typing import Any
 from polydraft.devices import captures
 from polydraft.draft import Plain
 from polydraft.draft.predicted import with_prediction
-from polydraft.engine import Decoder, TokenSequence
+from polydraft.engine import Decoder
 from polydraft.errors import UsageError, shown
 from polydraft.models import check_prompts
 from polydraft.models.placement import is_follower, is_shared
@@ -166,14 +166,15 @@ class Service:
         if not wanted.tools.forced:
             if text == encoder.chat_text(wanted.messages):
                 raise RequestError("tools_unknown", param="tools", why="does not mention tools")
-            if not self._forms.has_calls:
+            if self._forms.form is None and self._forms.template is None:
                 raise RequestError("tools_unknown", param="tools", why="has calls of an unknown form")
         return text
 
     def _parsers(self, wanted: CompletionRequest) -> tuple[list[Parser], Grammar | None]:
         """Return a parser for each text of a chat, and the grammar of forced calls."""
         tools = wanted.tools
-        if not wanted.chat or wanted.grammar is not None or not (tools or self._forms.may_have_parts):
+        only_content = tools is None and self._forms.template is None and self._forms.thought is None
+        if not wanted.chat or wanted.grammar is not None or only_content:
             return [], None
         with self._encoding:
             prompt = self._encoder.chat_text(wanted.messages, tools.rendered if tools else None)
@@ -193,10 +194,28 @@ class Service:
         grammar = None if asked is None else self._compiled(asked, "tools" if forced else None)
         seed = secrets.randbits(31) if wanted.seed is None else wanted.seed
         wanted = replace(wanted, params=self._with_prediction(wanted))
-        texts = [prompt for prompt in prompts for _ in range(wanted.n)]
-        markers = self._markers if parsers else frozenset()
+        sequences = []
+        for row, prompt in enumerate(prompt for prompt in prompts for _ in range(wanted.n)):
+            follows = None if grammar is None or self._grammars is None else self._grammars.processor(grammar, len(prompt))
+            sequences.append(
+                self.decoder.sequence(
+                    prompt,
+                    wanted.params,
+                    seed=row_seed(seed, row),
+                    seeded=wanted.seed is not None,
+                    max_new_tokens=self._limit(len(prompt), wanted),
+                    stop=wanted.stop,
+                    markers=self._markers if parsers else frozenset(),
+                    grammar=follows,
+                    max_positions=self.slot_tokens,
+                    traced=wanted.trace,
+                    top_logprobs=wanted.top_logprobs,
+                    prompt_top_logprobs=wanted.top_logprobs if wanted.echo else None,
+                    space=space,
+                )
+            )
         return Request(
-            [self._sequence(text, row_seed(seed, row), wanted, grammar, markers, space) for row, text in enumerate(texts)],
+            sequences,
             wanted.speculative,
             loop,
             constrained=grammar is not None,
@@ -250,32 +269,6 @@ class Service:
             return self._grammars.compiled(grammar)
         except UsageError as error:
             raise from_library(error, name, private=True) from None
-
-    def _sequence(
-        self,
-        prompt: list[int],
-        seed: int,
-        wanted: CompletionRequest,
-        grammar: str | None,
-        markers: frozenset[int],
-        space: str,
-    ) -> TokenSequence:
-        processor = None if grammar is None or self._grammars is None else self._grammars.processor(grammar, len(prompt))
-        return self.decoder.sequence(
-            prompt,
-            wanted.params,
-            seed=seed,
-            seeded=wanted.seed is not None,
-            max_new_tokens=self._limit(len(prompt), wanted),
-            stop=wanted.stop,
-            markers=markers,
-            grammar=processor,
-            max_positions=self.slot_tokens,
-            traced=wanted.trace,
-            top_logprobs=wanted.top_logprobs,
-            prompt_top_logprobs=wanted.top_logprobs if wanted.echo else None,
-            space=space,
-        )
 
 
 def surely_exceeds(text: str, most: int, tokenizer: Any) -> bool:

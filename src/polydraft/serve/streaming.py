@@ -132,7 +132,7 @@ async def _events(request: Request, builder: ResponseBuilder) -> AsyncIterator[P
     """Yield a request's events until all its texts have ended; raise the error of the first text that fails."""
     left = len(request.sequences)
     while left:
-        progress = await request.next()
+        progress = await request.events.get()
         if progress.error is not None:
             raise progress.error
         builder.add(progress)

@@ -1,7 +1,6 @@
 """Texts and bytes of single tokens, for log-probabilities."""
 
 from collections.abc import Sequence
-from functools import cached_property
 from typing import Any
 
 from polydraft.models.spelling import falls_back, is_byte_level, is_single_byte, spelled
@@ -12,6 +11,9 @@ class TokenTexts:
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
+        self._before = list(tokenizer("a", add_special_tokens=False)["input_ids"])
+        self._byte_level, self._falls_back = is_byte_level(tokenizer), falls_back(tokenizer)
+        self._special = frozenset(tokenizer.all_special_tokens)
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def __call__(self, token: int) -> tuple[str, list[int]]:
@@ -34,10 +36,6 @@ class TokenTexts:
         before, both = self.decoded(self._before), self.decoded([*self._before, token])
         return both[len(before) :] if both.startswith(before) else self.decoded([token])
 
-    @cached_property
-    def _before(self) -> list[int]:
-        return list(self._tokenizer("a", add_special_tokens=False)["input_ids"])
-
     def _bytes(self, token: int, text: str) -> list[int]:
         piece = self._tokenizer.convert_ids_to_tokens(token) or ""
         if self._byte_level and piece not in self._special:
@@ -45,15 +43,3 @@ class TokenTexts:
         if self._falls_back and is_single_byte(piece):
             return list(spelled(piece, False))
         return list(text.encode("utf-8", "replace"))
-
-    @cached_property
-    def _special(self) -> frozenset[str]:
-        return frozenset(self._tokenizer.all_special_tokens)
-
-    @cached_property
-    def _byte_level(self) -> bool:
-        return is_byte_level(self._tokenizer)
-
-    @cached_property
-    def _falls_back(self) -> bool:
-        return falls_back(self._tokenizer)

@@ -3,16 +3,17 @@
 Only its options are here, so that the command line's help does not wait for torch; `polydraft.tune.tuning` does the work.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, check_ranges
 from polydraft.options import CpuOptions, PairOptions, PlaceOptions
 
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(PairOptions, PlaceOptions, CpuOptions):
-    """Options of `polydraft tune`."""
+    """Options."""
 
     source: str = "builtin"
     """Prompts to decode: builtin, a file or a folder of files, or hf:NAME[:SPLIT]. Use prompts like those you will send."""
@@ -29,8 +30,7 @@ class TuneOptions(PairOptions, PlaceOptions, CpuOptions):
 
     def __post_init__(self) -> None:
         PairOptions.__post_init__(self)
-        if self.max_new_tokens < 8:
-            raise UsageError(f"--max-new-tokens {self.max_new_tokens} is out of range; allowed: whole numbers from 8")
+        check_ranges(self, [("max_new_tokens", 8, math.inf)])
         if not 0 < self.minutes < 1e5:
             raise UsageError(f"--minutes {self.minutes:g} is out of range; allowed: above 0, such as 5")
         if not self.batch_sizes or not all(1 <= size <= 1024 for size in self.batch_sizes):

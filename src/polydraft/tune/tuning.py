@@ -89,16 +89,11 @@ class Tuning:
         figures = {"made": time.strftime("%Y-%m-%d"), "results": [asdict(one) for one in self.results]}
         return Profile(origin=origin_of(options, self.draft_name, self._place, self._format), picks=picks, figures=figures)
 
-    def candidates(self, use: Use) -> list[Candidate]:
-        """Return the candidates of a contest, plain decoding first."""
-        asked = self.options
-        untuned = LoadOptions(asked.target, self.draft_name, device=asked.device, dtype=asked.dtype, profile=NONE)
-        columns = None if self._draft is None else self._draft.num_columns
-        return usual_candidates(use, self._place.type, resolved(untuned).tree, columns)
-
     def _contest(self, use: Use, number: int, count: int) -> list[Result]:
         """Hold contest `number` of `count`. Preparing the candidates does not count towards its time."""
-        plain, *rivals = entered = self.candidates(use)
+        asked, columns = self.options, None if self._draft is None else self._draft.num_columns
+        untuned = LoadOptions(asked.target, self.draft_name, device=asked.device, dtype=asked.dtype, profile=NONE)
+        plain, *rivals = entered = usual_candidates(use, self._place.type, resolved(untuned).tree, columns)
         steps, seconds = len(entered) + planned_turns(len(rivals)), 60 * self.options.minutes / count
         done, began = 0, math.inf
 
