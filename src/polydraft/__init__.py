@@ -17,21 +17,14 @@ if TYPE_CHECKING:
 
 __version__ = "0.3.0"
 
-_HOMES = {
-    "BeamDecoder": "beam",
-    "BeamGeneration": "beam",
-    "Decoder": "engine",
-    "FailureError": "errors",
-    "Generation": "engine",
-    "Grammar": "sampling",
-    "LoadOptions": "options",
-    "PolydraftError": "errors",
-    "SamplingParams": "sampling",
-    "Speculate": "hf_generate",
-    "StopReason": "engine",
-    "TokenEvent": "engine",
-    "UsageError": "errors",
-    "load": "loading",
+_ROOMS = {
+    "beam": ("BeamDecoder", "BeamGeneration"),
+    "engine": ("Decoder", "Generation", "StopReason", "TokenEvent"),
+    "errors": ("FailureError", "PolydraftError", "UsageError"),
+    "hf_generate": ("Speculate",),
+    "loading": ("load",),
+    "options": ("LoadOptions",),
+    "sampling": ("Grammar", "SamplingParams"),
 }
 
 __all__ = [
@@ -53,8 +46,9 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(import_module(f"polydraft.{_HOMES[name]}"), name)
+    for room, names in _ROOMS.items():
+        if name in names:
+            return getattr(import_module(f"polydraft.{room}"), name)
     raise AttributeError(f"module 'polydraft' has no attribute {name!r}")
 
 

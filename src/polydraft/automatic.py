@@ -63,18 +63,22 @@ def choose(target: HFModel, size: int, free: int | None) -> Choice:
     free : int, optional
         Bytes of free memory beside the target; None if unknown.
     """
-    reason = copy_obstacle(target) or _too_small(target.device, size) or _no_room(size, free)
+    gpu, reason = not is_host(target.device), copy_obstacle(target)
+    if reason is None and gpu and size < _LEAST_ON_GPU:
+        reason = "its passes are too short on a GPU for a copy of its weights to pay"
+    if reason is None and free is not None and size > _SPARE * free:
+        reason = f"a copy of its weights would take {size / 1e9:.1f} GB of the {free / 1e9:.1f} GB of memory that are free"
     if reason is not None:
         return _without_copy(target, reason)
-    gpu, dtype = _place(target)
-    return Choice(draft=INT8, drafter=AUTO, tree=default_tree(gpu=gpu, dtype=dtype, copy=True), reason=None)
+    tree = default_tree(gpu=gpu, dtype=dtype_name(target.dtype), copy=True)
+    return Choice(draft=INT8, drafter=AUTO, tree=tree, reason=None)
 
 
 def _without_copy(target: HFModel, reason: str) -> Choice:
-    gpu, dtype = _place(target)
-    if gpu:
+    if not is_host(target.device):
         return Choice(draft=NONE, drafter=AUTO, tree=NONE, reason=reason)
-    return Choice(draft=NONE, drafter=NGRAMS, tree=default_tree(gpu=gpu, dtype=dtype), reason=reason)
+    tree = default_tree(gpu=False, dtype=dtype_name(target.dtype))
+    return Choice(draft=NONE, drafter=NGRAMS, tree=tree, reason=reason)
 
 
 def automatic_draft(options: LoadOptions, loaded: Loaded) -> tuple[LoadOptions, LanguageModel | Head | None]:
@@ -104,25 +108,5 @@ def automatic_draft(options: LoadOptions, loaded: Loaded) -> tuple[LoadOptions, 
 
 def train_command(target: str) -> str:
     """Return the command that trains a head for a target."""
-    return f"polydraft train head --target {target} --out {_short(target)}-head"
-
-
-def _place(target: HFModel) -> tuple[bool, str]:
-    return not is_host(target.device), dtype_name(target.dtype)
-
-
-def _short(name: str) -> str:
-    return os.path.basename(name.rstrip("/")).removesuffix(".gguf")
-
-
-def _too_small(device: torch.device, size: int) -> str | None:
-    if is_host(device) or size >= _LEAST_ON_GPU:
-        return None
-    return "its passes are too short on a GPU for a copy of its weights to pay"
-
-
-def _no_room(size: int, free: int | None) -> str | None:
-    """Return why a copy does not fit into free memory; None if it fits, or free memory is unknown."""
-    if free is None or size <= _SPARE * free:
-        return None
-    return f"a copy of its weights would take {size / 1e9:.1f} GB of the {free / 1e9:.1f} GB of memory that are free"
+    short = os.path.basename(target.rstrip("/")).removesuffix(".gguf")
+    return f"polydraft train head --target {target} --out {short}-head"

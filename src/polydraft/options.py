@@ -34,11 +34,12 @@ class PairOptions:
 
     `load` also takes a loaded model of transformers or peft."""
     draft: Any = field(default=AUTO, kw_only=False)
-    """Draft: a folder or hub name, mtp (the target's own MTP layers), int8 (its weights in int8), early-exit:k, none, or auto.
+    """Draft: a folder or hub name, mtp (the target's own MTP layers), int8 (its weights in int8), early-exit:k (its first k
+    layers), none, or auto.
 
     A small model with another tokenizer proposes tokens that both have. ``"auto"`` is a head that ships for the target, lies
     beside it or was trained for it, or the MTP layers of its checkpoint; else an int8 copy of its weights if memory allows, or
-    n-grams of the text. ``"early-exit:k"`` is its first k layers. `load` also takes a loaded model."""
+    n-grams of the text. `load` also takes a loaded model."""
 
     def __post_init__(self) -> None:
         for name in ("target", "draft"):
@@ -69,8 +70,8 @@ class TreeOptions:
     """Drafting and verification."""
 
     tree: str = field(default=AUTO, metadata=_FIRST)
-    """Draft tree: children per level (4x2x2x1x1), chain:5, fork:16x5, best:64x6 (64 nodes, 6 deep), [[0],[1],[0,0]], dynamic:64
-    (at most 64 nodes, chosen each round), load:4x2x2x1x1 (or smaller, in batches), none, or auto.
+    """Draft tree: children per level (4x2x2x1x1), chain:5, fork:16x5 (16 chains of 5), best:64x6 (64 nodes, 6 deep), paths
+    ([[0],[1],[0,0]]), dynamic:64 (at most 64 nodes, chosen each round), load:4x2x2x1x1 (or smaller, in batches), none, or auto.
 
     See `polydraft.trees.parse_tree` and `polydraft.trees.parse_dynamic`. ``"best:64x6/4x2x1"`` is the first tree for a single
     text at temperature 0, and the second otherwise. ``"auto"`` is such a pair on a GPU. On a CPU, it is a dynamic tree, or a

@@ -26,7 +26,6 @@ VARIABLE = "POLYDRAFT_PROFILE"
 _FORMAT = 2
 _FAR_TEMPERATURE, _FAR_BATCH = 0.5, 4
 """A pick is used for temperatures at most this far away, and for batches at most this many times larger or smaller."""
-_NAMES = {"pair": "pair", "files": "state of the model files", "machine": "machine", "version": "version"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +102,7 @@ class Profile:
 
 
 def origin_of(options: LoadOptions, draft: str, place: torch.device, number_format: torch.dtype) -> dict[str, str]:
-    """Return what a profile for these options holds for; `draft` is the resolved one, as theirs may be ``"auto"``."""
+    """Return what a profile for these options applies to; `draft` is the resolved name, where theirs may be ``"auto"``."""
     if captures(place):
         machine = torch.cuda.get_device_name(place) + ("" if options.graphs else ", no graphs")
     else:
@@ -158,7 +157,9 @@ def tuned(
     here = origin_of(options, draft, place, number_format)
     for name, value in here.items():
         if profile.origin.get(name) != value:
-            what = f"another {_NAMES[name]} ({profile.origin.get(name)}; here: {value})"
+            what = (
+                f"another {'state of the model files' if name == 'files' else name} ({profile.origin.get(name)}; here: {value})"
+            )
             logger.warning("profile %s is ignored: it is for %s; run polydraft tune again", file, what)
             return None
     found = profile.pick(batch, temperature)

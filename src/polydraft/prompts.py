@@ -254,11 +254,8 @@ def load_prompts(source: str, limit: int | None = None, categories: Sequence[str
             if category not in known:
                 raise unknown_name("prompt category", category, known)
         prompts = [prompt for prompt in prompts if prompt.category in categories]
-    return prompts if limit is None else _round_robin(prompts, limit)
-
-
-def _round_robin(prompts: list[Prompt], limit: int) -> list[Prompt]:
-    """Take one prompt of each category in turn, categories in order of first appearance."""
+    if limit is None:
+        return prompts
     groups: dict[str, list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault(prompt.category, []).append(prompt)

@@ -20,7 +20,7 @@ _HELP = "/reset forgets the conversation, /stats shows the figures of the last a
 @shared_options
 @click.option("--system", default=None, help="System message that opens the conversation.")
 def command(system: str | None, **options: Any) -> None:
-    """Chat with the target; each turn processes only the new text.
+    """Chat with the target. It remembers what it has read, so each turn takes time for the new text only.
 
     Each line of standard input is one turn. /reset forgets the conversation, /stats shows the figures of the last
     answer, /exit ends the program.

@@ -27,6 +27,16 @@ if TYPE_CHECKING:
 
 _EXPERT = ("mode", "early_stopping", "draws", "verification", "min_width", "one_cache", "model_only")
 """Fields of beams that have no flag; `--set` sets them."""
+_NOT_FOR_BEAMS = {
+    "scheme": "which have their own verification; leave it out, or see --set verification",
+    "walk": "which have their own verification; leave it out, or see --set verification",
+    "tree": "which draft forests; leave it out, or see --draft-width and --draft-depth",
+    "drafter": "which take their drafts from a model or, with --twins, from the target; leave it out",
+    "lossy": "which have their own verification; leave it out",
+    "decision": "which decide for themselves when to stop drafting; leave it out",
+    "draft_temperature": "whose draft samples as the target does; leave it out",
+}
+"""Options for single texts, and why they do not apply to beams."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,7 +276,10 @@ def _generate_beams(task: Task, beams: BeamChoices) -> None:
     from polydraft.beam.decoder import check_distribution
 
     choices = task.choices
-    _refuse_what_does_not_apply(choices)
+    for name, why in _NOT_FOR_BEAMS.items():
+        value, default = getattr(choices, name), Choices.__dataclass_fields__[name].default
+        if value != default and (name, value) != ("drafter", "model"):
+            raise UsageError(f"--{name.replace('_', '-')} {value} does not apply to beams, {why}")
     options = beams.options(task.params.temperature)
     check_distribution(options, task.params)
     if options.twins:
@@ -308,26 +321,6 @@ def _generate_beams(task: Task, beams: BeamChoices) -> None:
     console.print(break_even_line(baseline.stats, result.stats))
     if [one.token_ids for one in baseline.texts] == [one.token_ids for one in result.texts]:
         console.print("the texts are identical, token by token")
-
-
-_NOT_FOR_BEAMS = {
-    "scheme": "which have their own verification; leave it out, or see --set verification",
-    "walk": "which have their own verification; leave it out, or see --set verification",
-    "tree": "which draft forests; leave it out, or see --draft-width and --draft-depth",
-    "drafter": "which take their drafts from a model or, with --twins, from the target; leave it out",
-    "lossy": "which have their own verification; leave it out",
-    "decision": "which decide for themselves when to stop drafting; leave it out",
-    "draft_temperature": "whose draft samples as the target does; leave it out",
-}
-"""Options for single texts, and why they do not apply to beams."""
-
-
-def _refuse_what_does_not_apply(choices: Choices) -> None:
-    """Refuse options for single texts."""
-    for name, why in _NOT_FOR_BEAMS.items():
-        value, default = getattr(choices, name), Choices.__dataclass_fields__[name].default
-        if value != default and (name, value) != ("drafter", "model"):
-            raise UsageError(f"--{name.replace('_', '-')} {value} does not apply to beams, {why}")
 
 
 def _print_texts(texts: "list[ScoredText]") -> None:

@@ -36,7 +36,7 @@ _WIDEST = 120
 def command(target: str | None, device: str, dtype: str, threads: int | None, as_json: bool) -> None:
     """Show versions, the device, native code, models on this machine, and all schemes, walks, drafters and model families.
 
-    With --target, show instead what that model is, how it runs here, who drafts for it, and what would make it faster.
+    With --target, show instead what that model is, how it runs here, what drafts for it, and what would make it faster.
     """
     prepare(threads)
     options = LoadOptions(device=device, dtype=dtype)

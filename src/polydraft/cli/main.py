@@ -7,14 +7,13 @@ import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, NoReturn
 
 import click
 
 import polydraft
-from polydraft.errors import PolydraftError, UsageError
+from polydraft.errors import PolydraftError, UsageError, unknown_name
 
 _COMMANDS = {
     "analyze": "Compare what each scheme accepts with the theoretical best.",
@@ -47,9 +46,7 @@ class _LazyGroup(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         if args and args[0] not in _COMMANDS and not args[0].startswith("-"):
-            near = get_close_matches(args[0], _COMMANDS, 1)
-            allowed = f"did you mean {near[0]!r}?" if near else f"allowed: {', '.join(sorted(_COMMANDS))}"
-            raise click.UsageError(f"unknown command {args[0]!r}; {allowed}", ctx)
+            raise unknown_name("command", args[0], _COMMANDS)
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: click.Context) -> Any:
