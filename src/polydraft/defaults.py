@@ -11,7 +11,7 @@ from polydraft.options import AUTO, BY_LOAD
 
 SHIPPED_DRAFT = "smollm2-head"
 NONE = "none"
-_FULL = ("float32", "int8")
+_COSTLY = ("float32", "int8")
 """Number formats whose passes on a CPU get more expensive with every token beyond a few."""
 _FEWEST_CHILDREN = 4
 
@@ -35,7 +35,7 @@ class Default:
 
     tree: str
     gpu: bool
-    full: bool | None = None
+    costly: bool | None = None
     """True: for float32 and int8 only; False: for all other number formats; None: for any."""
     asked: tuple[Asked, ...] = tuple(Asked)
     bundled_only: bool = False
@@ -45,7 +45,7 @@ class Default:
 
     def fits(self, *, gpu: bool, dtype: str, asked: Asked, bundled: bool, copy: bool) -> bool:
         """Whether this default is for such a case."""
-        right_format = self.full in (None, dtype in _FULL)
+        right_format = self.costly in (None, dtype in _COSTLY)
         right_pair = (bundled or not self.bundled_only) and (copy or not self.copy_only)
         return gpu == self.gpu and right_format and asked in self.asked and right_pair
 
@@ -53,8 +53,8 @@ class Default:
 DEFAULTS = (
     # One level of the target's own copy takes more than half a pass, but is nearly always accepted: few levels pay.
     Default(gpu=True, asked=(Asked.NOTHING, Asked.DRAFTER), copy_only=True, tree=f"{BY_LOAD}2x1x1"),
-    Default(gpu=False, full=True, asked=(Asked.NOTHING, Asked.DRAFTER), copy_only=True, tree="chain:4"),
-    Default(gpu=False, full=False, asked=(Asked.NOTHING, Asked.DRAFTER), copy_only=True, tree="chain:3"),
+    Default(gpu=False, costly=True, asked=(Asked.NOTHING, Asked.DRAFTER), copy_only=True, tree="chain:4"),
+    Default(gpu=False, costly=False, asked=(Asked.NOTHING, Asked.DRAFTER), copy_only=True, tree="chain:3"),
     # On a GPU, a pass over 64 nodes takes little longer than one over a single token. The bundled model is so small that levels
     # of the draft are expensive beside it.
     Default(gpu=True, asked=(Asked.NOTHING,), bundled_only=True, tree=f"dynamic:32:6:fixed/{BY_LOAD}4x2x1x1x1"),
@@ -62,9 +62,9 @@ DEFAULTS = (
     Default(gpu=True, asked=(Asked.FEW_CHILDREN,), tree="chain:5"),
     Default(gpu=True, tree="4x2x2x1x1"),
     # On a CPU, dynamic trees weigh every node against its cost. In float32 and int8, wide trees hardly ever pay.
-    Default(gpu=False, full=False, asked=(Asked.NOTHING, Asked.DRAFTER), tree="dynamic:64"),
-    Default(gpu=False, full=True, asked=(Asked.NOTHING, Asked.DRAFTER), tree="dynamic:8"),
-    Default(gpu=False, full=False, asked=(Asked.RULES,), tree="4x2x1"),
+    Default(gpu=False, costly=False, asked=(Asked.NOTHING, Asked.DRAFTER), tree="dynamic:64"),
+    Default(gpu=False, costly=True, asked=(Asked.NOTHING, Asked.DRAFTER), tree="dynamic:8"),
+    Default(gpu=False, costly=False, asked=(Asked.RULES,), tree="4x2x1"),
     Default(gpu=False, tree="chain:3"),
 )
 """Default trees; the first one that fits counts."""

@@ -51,7 +51,7 @@ def draft(layers: int | None, width: int | None, **options: Any) -> None:
 @options_of(HeadSize, mlp_size={"flag": "--mlp"}, taps={"type": str, "multiple": False, "help": _TAPS})
 def head(mlp_size: int, taps: str | None, rollouts: int, tree: str, **options: Any) -> None:
     """Train a feature head, as in EAGLE, on the target's hidden states, or fine-tune one (--start), also EAGLE-3 heads."""
-    layers = taps if taps is None else () if taps == "none" else numbers("--taps", taps, int, "8,15,23, or none")
+    layers = None if taps is None else () if taps == "none" else numbers("--taps", taps, int, "8,15,23, or none")
     _train(HeadSize(mlp_size=mlp_size, taps=layers, rollouts=rollouts, tree=tree), options)
 
 

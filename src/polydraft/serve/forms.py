@@ -36,11 +36,6 @@ class Form:
     close: str = ""
     """Ends a call, if there is a marker for that."""
 
-    @property
-    def text(self) -> str:
-        """All texts of this form, in which special tokens are looked for."""
-        return self.marker + self.start + "".join(self.call) + self.end
-
     @cached_property
     def head(self) -> Any:
         """Pattern of what comes before the arguments, with any white space between its parts."""
@@ -74,43 +69,42 @@ _FORMS: Mapping[tuple[str, ...], Form] = {
 """Forms by the markers in a chat template; the first that fits counts."""
 
 
-def _keyed(anchor: str, opening: str, closing: str, quote: str) -> dict[str, Any]:
-    """Return the response template for calls such as ``call:NAME{key:value}``, with special quotes around strings."""
+def _template(anchor: str, thought: tuple[str, str], **call: Any) -> dict[str, Any]:
+    """Return the response template for such markers around reasoning, and such calls."""
+    called = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
     return {
         "start_anchor": anchor,
         "fields": {
             "content": {"content": "text"},
-            "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>", "content": "text"},
-            "tool_calls": {
-                "open_pattern": rf"{re.escape(opening)}call:(?P<name>[\w.-]+)",
-                "close": closing,
-                "repeats": True,
-                "content": "json",
-                "content_args": {"unquoted_keys": True, "string_delims": [[quote, quote]]},
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-            },
+            "reasoning_content": {"open": thought[0], "close": thought[1], "content": "text"},
+            "tool_calls": {"repeats": True, "transform": called, **call},
         },
     }
+
+
+def _keyed(anchor: str, opening: str, closing: str, quote: str) -> dict[str, Any]:
+    """Return the response template for calls such as ``call:NAME{key:value}``, with special quotes around strings."""
+    return _template(
+        anchor,
+        ("<|channel>thought\n", "<channel|>"),
+        open_pattern=rf"{re.escape(opening)}call:(?P<name>[\w.-]+)",
+        close=closing,
+        content="json",
+        content_args={"unquoted_keys": True, "string_delims": [[quote, quote]]},
+    )
 
 
 _TEMPLATES: Mapping[tuple[str, ...], dict[str, Any]] = {
     ("<|tool_call>call:",): _keyed("<|turn>model\n", "<|tool_call>", "<tool_call|>", '<|"|>'),
     ("<start_function_call>",): _keyed("<start_of_turn>model\n", "<start_function_call>", "<end_function_call>", "<escape>"),
-    ("<function=", "<tool_call>"): {
-        "start_anchor": "<|im_start|>assistant\n",
-        "fields": {
-            "content": {"content": "text"},
-            "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
-            "tool_calls": {
-                "open_pattern": r"<tool_call>\s*<function=(?P<name>[\w.-]+)>",
-                "close_pattern": r"</function>\s*</tool_call>",
-                "repeats": True,
-                "content": "xml-inline",
-                "content_args": {"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
-                "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-            },
-        },
-    },
+    ("<function=", "<tool_call>"): _template(
+        "<|im_start|>assistant\n",
+        THOUGHTS[0],
+        open_pattern=r"<tool_call>\s*<function=(?P<name>[\w.-]+)>",
+        close_pattern=r"</function>\s*</tool_call>",
+        content="xml-inline",
+        content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>"},
+    ),
 }
 """Response templates for arguments that are not JSON: Gemma 4, FunctionGemma, Qwen3-Coder and Qwen 3.5."""
 
@@ -145,12 +139,6 @@ class ChatForms:
         """Whether a prompt ends in the opening marker of reasoning."""
         return self.thought is not None and prompt.rstrip().endswith(self.thought[0])
 
-    @property
-    def text(self) -> str:
-        """All markers, in which special tokens are looked for."""
-        template = "" if self.template is None else json.dumps(self.template, ensure_ascii=False)
-        return "".join(self.thought or ()) + ("" if self.form is None else self.form.text) + re.sub(r"\\+", "", template)
-
 
 def _first(table: Mapping[tuple[str, ...], Any], template: str) -> Any:
     """Return the first entry whose markers are all in a chat template, or None."""
@@ -159,5 +147,9 @@ def _first(table: Mapping[tuple[str, ...], Any], template: str) -> Any:
 
 def marker_tokens(tokenizer: Any, forms: ChatForms, ends: Sequence[int]) -> frozenset[int]:
     """Return the special tokens that are markers of calls or reasoning: decoded texts must include them."""
-    added = getattr(tokenizer, "added_tokens_decoder", {}).items()
-    return frozenset(number for number, one in added if one.special and str(one.content) in forms.text) - frozenset(ends)
+    form, template = forms.form, "" if forms.template is None else json.dumps(forms.template, ensure_ascii=False)
+    markers = [*(forms.thought or ()), re.sub(r"\\+", "", template)]
+    if form is not None:
+        markers += [form.marker, form.start, *form.call, form.end]
+    text, added = "".join(markers), getattr(tokenizer, "added_tokens_decoder", {}).items()
+    return frozenset(number for number, one in added if one.special and str(one.content) in text) - frozenset(ends)

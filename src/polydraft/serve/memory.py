@@ -47,7 +47,7 @@ def fitting_tokens(decoder: Decoder, slots: int, pool: Pool | None) -> int:
     fitting = int(room / slots * LEAST_TOKENS / one.cache_bytes) // _STEP * _STEP
     tokens: int = agreed(min(max(fitting, LEAST_TOKENS), most))
     taken = tokens / LEAST_TOKENS * slots * one.cache_bytes
-    _LOGGER.info("--slot-tokens %d: %d slots take %.1f GB, whatever their texts need", tokens, slots, taken / 1e9)
+    _LOGGER.info("--slot-tokens %d: %d slots take %.1f GB, however long their texts are", tokens, slots, taken / 1e9)
     return tokens
 
 

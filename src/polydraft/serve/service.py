@@ -35,7 +35,7 @@ from polydraft.serve.token_texts import TokenTexts
 from polydraft.serve.tools import grammar_of, parser_of
 
 _USUAL_CHARACTERS = 16
-"""Characters per token, more than in real texts: this many per allowed token suffice to see that a text is too long."""
+"""More characters per token than real texts have: reading this many per allowed token shows whether a text is too long."""
 _USUAL_PARAMS = (SamplingParams(), SamplingParams(temperature=0.7), SamplingParams(temperature=0))
 
 Builds = Callable[..., ResponseBuilder]

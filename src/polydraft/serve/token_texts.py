@@ -24,7 +24,7 @@ class TokenTexts:
         return self._known[token]
 
     def length(self, token: int) -> int:
-        """Return how many characters begin in a token; one that several tokens share begins in the first of them."""
+        """Count the characters that begin in a token; a character split over several tokens belongs to the first of them."""
         return sum(byte & 0xC0 != 0x80 for byte in self(token)[1])
 
     def decoded(self, tokens: Sequence[int]) -> str:

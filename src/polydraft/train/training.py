@@ -64,7 +64,11 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
     """
     start = load_start(settings, target)
     work = _open_folder(settings, out, resume)
-    corpus = _corpus(settings, target, work, observer)
+    if (texts := work / "corpus.safetensors").exists():
+        corpus = Corpus.load(texts)
+    else:
+        corpus = make_corpus(settings, target, lambda done, total: observer(Report(phase="sampling", done=done, total=total)))
+        corpus.save(texts)
     pupil = make_pupil(settings, target, corpus, start)
     pupil.prime(corpus.test())
     acceptance = _run(settings, pupil, corpus, work, observer)
@@ -95,15 +99,6 @@ def _open_folder(settings: TrainSettings, out: Path, resume: bool) -> Path:
     except OSError as error:
         raise cannot_write(out, error) from None
     return work
-
-
-def _corpus(settings: TrainSettings, target: Loaded, work: Path, observer: Observer) -> Corpus:
-    file = work / "corpus.safetensors"
-    if file.exists():
-        return Corpus.load(file)
-    corpus = make_corpus(settings, target, lambda done, total: observer(Report(phase="sampling", done=done, total=total)))
-    corpus.save(file)
-    return corpus
 
 
 def make_pupil(settings: TrainSettings, target: Loaded, corpus: Corpus, start: HFModel | FeatureHead | None = None) -> Pupil:
