@@ -8,6 +8,7 @@ import click
 from polydraft.cli.options import (
     GroupedCommand,
     Loading,
+    Threads,
     json_option,
     loading_options,
     machine_options,
@@ -119,7 +120,7 @@ class _Certify(click.Command):
 @click.option("--arrays", default="torch", show_default=True, help="Arrays that your function takes: torch or numpy.")
 @click.option("--quick", is_flag=True, help="Try fewer cases: seconds instead of half a minute per name.")
 @click.option("--no-power", is_flag=True, help="Skip the known wrong rules.")
-@machine_options(skip=("device", "dtype"))
+@options_of(Threads)
 @json_option
 def command(
     names: tuple[str, ...],

@@ -28,7 +28,7 @@ def command() -> None:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="New folder for the exported head.")
 @click.option("--target", help="Target model of the head  [default: the one it was trained for].")
 @click.option("--verifier", help="Name or folder of the target where the head will be used  [default: the same as --target].")
-@machine_options(device={"help": "auto, cpu, cuda, cuda:1, ..."}, dtype={"help": "auto, float32, bfloat16."})
+@machine_options(dtype={"help": "Number format: auto, float32 or bfloat16."})
 def head(
     folder: str, form: str, out: Path, target: str | None, verifier: str | None, device: str, dtype: str, threads: int | None
 ) -> None:

@@ -309,9 +309,9 @@ shared_options, loading_options = options_of_decoders(Choices), options_of_decod
 """Decorators that add the options of `Choices`, or of `Loading`, to a command."""
 
 
-def machine_options(*, skip: Collection[str] = (), **changes: dict[str, Any]) -> Decorator:
+def machine_options(**changes: dict[str, Any]) -> Decorator:
     """Return a decorator that adds the options of the machine: device, dtype and threads."""
-    return with_options([options_of(PlaceOptions, skip=("device_map", *skip), **changes), options_of(Threads)])
+    return with_options([options_of(PlaceOptions, skip=("device_map",), **changes), options_of(Threads)])
 
 
 def set_threads(threads: int | None) -> None:

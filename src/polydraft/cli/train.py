@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from polydraft.train.pupils import Acceptance
     from polydraft.train.training import Report
 
-_DTYPES = "auto, float32, bfloat16."
+_DTYPES = "Number format: auto, float32 or bfloat16."
 _TAPS = "Layers of the target to read besides the last, such as 8,15,23, or none  [default: of n layers, 2, n/4, n/2, 3n/4 and n-3]."
 _shared = with_options([
     click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the draft."),
@@ -143,7 +143,8 @@ def decision(target: str, draft: str, out: Path, device: str, dtype: str, thread
 @click.option("--out", required=True, type=click.Path(path_type=Path), help="File for the cache.")
 @options_of(CorpusCacheSettings, texts={"flag": "--text"}, generate={"metavar": "TOKENS", "show_default": False})
 @machine_options(
-    device={"help": "With --generate: auto, cpu, cuda, cuda:1, ..."}, dtype={"help": f"With --generate: {_DTYPES}"}
+    device={"help": "With --generate: auto, cpu, cuda, cuda:1, ..."},
+    dtype={"help": "With --generate: auto, float32 or bfloat16."},
 )
 def corpus_cache(
     texts: tuple[Path, ...],
