@@ -76,7 +76,7 @@ def read_measurements(path: Path) -> Iterator[Measurement]:
 def _records(path: Path, kind: type[Record]) -> Iterator[Record]:
     """Read a file of JSON lines; skip lines that a kill cut off, and fields that no longer exist."""
     known = kind.__dataclass_fields__
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+    for line in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # `splitlines` also cuts at U+2028
         try:
             yield kind(**{name: value for name, value in json.loads(line).items() if name in known})
         except (json.JSONDecodeError, AttributeError, TypeError):

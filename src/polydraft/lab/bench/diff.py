@@ -201,15 +201,15 @@ def _speedup_verdict(old: Mapping[str, Any], new: Mapping[str, Any]) -> Verdict:
     return Verdict.WORSE if second[1] < first[0] else Verdict.NOISE
 
 
-def format_diff(changes: Sequence[Change], *, everything: bool = False) -> str:
+def format_diff(changes: Sequence[Change]) -> str:
     """Return changes as plain text: warnings, a table, and a summary.
 
-    Figures within noise are left out unless `everything` is set. Each method's overall speed-up is always shown.
+    Figures within noise are left out, except each method's overall speed-up.
     """
     warnings = [change for change in changes if change.verdict is Verdict.WARNING]
     figures = [change for change in changes if change.verdict is not Verdict.WARNING]
     quiet = {Verdict.NOISE, Verdict.UNKNOWN}
-    shown = [c for c in figures if everything or c.verdict not in quiet or (c.what == "speed-up" and not c.category)]
+    shown = [c for c in figures if c.verdict not in quiet or (c.what == "speed-up" and not c.category)]
     lines = [f"warning: {change.what} differs: {change.before} -> {change.after}" for change in warnings]
     lines += [""] * bool(warnings) + _table(shown)
     if hidden := len(figures) - len(shown):

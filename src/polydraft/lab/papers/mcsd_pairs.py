@@ -130,12 +130,12 @@ def pair_claims(results: Results) -> list[list[str]]:
     tuned = [("fine-tuned", alpha(TUNED)), ("as it was", alpha(UNRELATED))]
     delta = [("fine-tuned", gained(TUNED)), ("as it was", gained(UNRELATED))]
     no_targets = "no two targets here share a draft"
-    related = [("distilled, 30M", alpha(DISTILLED[0])), ("of another kind, 15M", alpha(UNRELATED))]
+    related = [("distilled, 30M", alpha(DISTILLED[0])), ("unrelated, 15M", alpha(UNRELATED))]
     other = "another pair: `python benchmarks/mcsd_pairs.py` trains its drafts"
     return [
         ordering("α at T=1 grows with the draft's size (first layers of the target)", *reversed(layers)),
         ordering("α at T=1 grows with the draft's size (distilled drafts)", *reversed(sizes), missing=other),
-        ordering("α at T=1 is higher where draft and target are akin", *related, missing=other),
+        ordering("α at T=1 is higher where draft and target are related", *related, missing=other),
         ordering("α hardly depends on the target's size", ("large", None), ("small", None), why=no_targets, alike=True),
         ordering("fine-tuning the target lowers α", ("as it was", None), ("fine-tuned", None), why=no_targets),
         ordering("fine-tuning a draft raises α (T=1)", *tuned, missing=other),
