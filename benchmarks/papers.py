@@ -39,7 +39,9 @@ def filled(page: str, sections: Mapping[str, Sequence[str]]) -> str:
 
 def page_sections(name: str, paper: Paper, results: Results, charts_in: str) -> dict[str, list[str]]:
     """Return what belongs between the marks of a paper's page."""
-    sections = {one.key: [f"### {one.title}", "", *section(one, results, charts_in, name)] for one in paper.tables(results)}
+    sections = {
+        one.key: [f"### {one.title}", "", *section(one, results, charts_in, name)] for one in paper.comparisons(results)
+    }
     return sections | {CLAIMS: ["### Its claims, and whether they hold", "", *claims(paper, results)]}
 
 
@@ -47,7 +49,7 @@ def all_claims(papers: Mapping[str, tuple[Paper, Results]]) -> list[str]:
     """Count the claims of each paper by outcome, and list those that do not hold."""
     counts, failed = [], []
     for name, (paper, results) in papers.items():
-        link, rows = f"[{name}]({name}.md)", paper.orderings(results)
+        link, rows = f"[{name}]({name}.md)", paper.claim_rows(results)
         found = Counter(row[2] for row in rows)
         counts.append([link, str(len(rows)), *(str(found[kind]) for kind in Verdict)])
         failed += [[link, *row[:2], row[3]] for row in rows if row[2] == Verdict.NO]

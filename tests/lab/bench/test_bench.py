@@ -351,6 +351,9 @@ def test_a_journal_survives_a_torn_line(tmp_path: Path) -> None:
     resumed = Journal(tmp_path, {"target": "x"}, resume=True)
     resumed.add(measurement("ar", "q", 0, 1.0))
     assert [one.prompt for one in resumed] == ["p", "q"]
+    written = (tmp_path / "runs.jsonl").read_text()
+    (tmp_path / "runs.jsonl").write_text(written.replace('"q"', '"q\u2028"'))
+    assert [one.prompt for one in resumed] == ["p", "q\u2028"], "a line ends at a line feed only"
     with pytest.raises(UsageError, match="--resume"):
         Journal(tmp_path, {"target": "x"}, resume=False)
 
@@ -391,7 +394,7 @@ def test_a_folder_of_prompt_sets_gives_each_run_its_own(
         Run(name=name, prompts=name, temperature=0.0, methods=("ar",), timed=name == "other") for name in ("one", "other")
     )
     for name in ("small", "tiny"):
-        registered(PAPERS, name, Paper(title=name, runs=runs, tables=lambda results: []))
+        registered(PAPERS, name, Paper(title=name, runs=runs, tables=()))
     options = ("bench", "--target", tiny, "--draft", "early-exit:2", "--prompts", str(sets), "--out", str(tmp_path / "out"))
     code, _, err = invoke(*options, "--reproduce", "small,tiny", "--runs", "counted")
     assert code == 0, err

@@ -168,21 +168,19 @@ def test_missing_and_unfinished_shards_are_refused(invoke, tmp_path: Path) -> No
         merge_shards(tmp_path / "all", [first, second], [])
 
 
-def small_paper(results: Results) -> list[Comparison]:
+def small_table(results: Results) -> Comparison:
     rows = [[run, str(found["methods"]["mcsd:2x1"]["prompts"])] for run, found in results.items()]
     chart = Chart("prompts.svg", "a picture", "<svg/>")
-    return [
-        Comparison(
-            key="small", title="Small", runs=("t0",), columns=["run", "prompts"], ours=rows, published_note="nowhere",
-            published_columns=["T"], published=[["1"]], charts=[chart],
-        )
-    ]  # fmt: skip
+    return Comparison(
+        key="small", title="Small", runs=("t0",), columns=["run", "prompts"], ours=rows, published_note="nowhere",
+        published_columns=["T"], published=[["1"]], charts=[chart],
+    )  # fmt: skip
 
 
 def test_a_reproduction_can_be_shared(invoke, bench, tmp_path: Path, registered: Callable[..., None]) -> None:
     counted = Run(name="t0", prompts="here", temperature=0.0, methods=("ar", "sd:2", "mcsd:2x1", "mcsd:3"))
     runs = (counted, replace(counted, name="t1", temperature=1.0, timed=True))
-    registered(PAPERS, "small", Paper(title="A paper", runs=runs, tables=small_paper))
+    registered(PAPERS, "small", Paper(title="A paper", runs=runs, tables=(small_table,)))
     for index in (1, 2):
         code, _, err = bench(tmp_path / str(index), "--reproduce", "small", "--limit", "5", "--shard", f"{index}/2")
         assert code == 0, err

@@ -5,25 +5,8 @@ implemented, which test proves it, and our measurements. The modules here only n
 import the benchmarks. The papers' lossy rules are in `polydraft.papers`.
 """
 
-from polydraft.lab.papers.dsbd import DSBD
-from polydraft.lab.papers.improved import IMPROVED
-from polydraft.lab.papers.mcsd import MCSD
-from polydraft.lab.papers.optimal import OPTIMAL
+from polydraft.lab.papers import dsbd, improved, mcsd, optimal, self_draft  # noqa: F401  (they register the papers)
 from polydraft.lab.papers.pages import FILE
 from polydraft.lab.papers.paper import PAPERS, Comparison, DistributionRun, Paper, Results, Run
-from polydraft.lab.papers.self_draft import SELF_DRAFT
 
-__all__ = [
-    "DSBD",
-    "FILE",
-    "IMPROVED",
-    "MCSD",
-    "OPTIMAL",
-    "PAPERS",
-    "SELF_DRAFT",
-    "Comparison",
-    "DistributionRun",
-    "Paper",
-    "Results",
-    "Run",
-]
+__all__ = ["FILE", "PAPERS", "Comparison", "DistributionRun", "Paper", "Results", "Run"]

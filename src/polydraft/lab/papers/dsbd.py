@@ -182,14 +182,10 @@ def _table_2(results: Results) -> Comparison:
     )
 
 
-def _tables(results: Results) -> list[Comparison]:
-    return [_pareto(results), _table_1(results), _table_2(results)]
-
-
 _METHODS = tuple(dict.fromkeys((*_ALL.values(), *_OF_ONE_CACHE.values())))
 
 
-def _orderings(results: Results) -> list[list[str]]:
+def _claims(results: Results) -> list[list[str]]:
     rows = [row for width in (2, 3, 4) for row in _at_equal_quality(results, width)]
     label, method = next(iter(_OF_ONE_CACHE.items()))
     likely = [_difference(results, one, _MULTINOMIAL) for one in (method, _SPECINFER)]
@@ -253,8 +249,8 @@ DSBD = Paper(
             1.0, tuple(method for method in _METHODS if method not in _UNTIMED), settings=_SETTINGS | {"log_likelihood": False}
         ),
     ),
-    tables=_tables,
-    orderings=_orderings,
+    tables=(_pareto, _table_1, _table_2),
+    claims=(_claims,),
     contest=(
         ("beam sampling, W=4", _SPEED, _BEAMS[4]),
         ("DSBD, W_S=6, t=0.9, W_min=3", _SPEED, _DYNAMIC["W_S=6, t=0.9, W_min=3"]),

@@ -239,14 +239,6 @@ def _speed_by_width(results: Results) -> Comparison:
     )
 
 
-def _tables(results: Results) -> list[Comparison]:
-    return [_acceptance(results), _speed(results), _paths(results), _by_width(results), _speed_by_width(results)]
-
-
-def _orderings(results: Results) -> list[list[str]]:
-    return [*_claims_of_acceptance(results), *_claims_of_paths(results), *_claims_of_speed(results)]
-
-
 def _claims_of_acceptance(results: Results) -> list[list[str]]:
     lossy = "the target-initialised rule is lossy"
     rows = []
@@ -286,27 +278,23 @@ def _claims_of_paths(results: Results) -> list[list[str]]:
 
 
 def _claims_of_speed(results: Results) -> list[list[str]]:
-    def speeds(names: Sequence[tuple[str, str]]) -> list[tuple[str, Estimate | None]]:
-        return [(label, results.figure("speed-t0", method, "speedup")) for label, method in names]
-
     eager = "all arms eager"
-    four = [("target-initialised", _lossy(_WIDTH)), ("MCSD", TREE + _EAGER), ("SD", CHAIN + _EAGER), ("plain", "ar" + _EAGER)]
-    target, mcsd, *_ = (value for _, value in speeds(four))
-    rows = [ordering("speed at T=0: target-initialised, MCSD, SD, plain decoding", *speeds(four), digits=2, why=eager)]
+
+    def speed(claim: str, methods: dict[str, str]) -> list[str]:
+        return results.claim(f"{claim} (T=0)", "speed-t0", "speedup", methods, digits=2, why=eager)
+
+    target, mcsd = (results.figure("speed-t0", method, "speedup") for method in (_lossy(_WIDTH), TREE + _EAGER))
+    four = {"target-initialised": _lossy(_WIDTH), "MCSD": TREE + _EAGER, "SD": CHAIN + _EAGER, "plain": "ar" + _EAGER}
+    claim = "speed at T=0: target-initialised, MCSD, SD, plain decoding"
+    rows = [results.claim(claim, "speed-t0", "speedup", four, digits=2, why=eager)]
     for percent, draft in ((23, "larger draft, on average"), (75, "smaller draft")):
         pair = ("target-initialised", target), times(1 + percent / 100, "MCSD", mcsd)
         rows.append(ordering(f"speed at T=0 is {percent} % above MCSD's ({draft})", *pair, digits=2, why=eager))
-    for claim, widths in (
-        ("speed rises with the width up to 10 (T=0)", (10, 4, 1)),
-        ("speed drops at a width of 21 (T=0)", (16, 21)),
-    ):
-        found = speeds([(f"W={width}", _lossy(width)) for width in widths])
-        rows.append(ordering(claim, *found, digits=2, why=eager))
+    rows.append(speed("speed rises with the width up to 10", {f"W={width}": _lossy(width) for width in (10, 4, 1)}))
+    rows.append(speed("speed drops at a width of 21", {f"W={width}": _lossy(width) for width in (16, 21)}))
     for label, kind in (("P_T1", _with_hidden), ("P_T2", _with_distribution)):
-        narrow = speeds([("with", kind(1)), ("without", _lossy(1))])
-        rows.append(ordering(f"{label} speeds up a narrow tree, W=1 (T=0)", *narrow, digits=2, why=eager))
-        wide = speeds([("without", _lossy(_WIDTH)), ("with", kind(_WIDTH))])
-        rows.append(ordering(f"{label} slows down a wide tree, W=16 (T=0)", *wide, digits=2, why=eager))
+        rows.append(speed(f"{label} speeds up a narrow tree, W=1", {"with": kind(1), "without": _lossy(1)}))
+        rows.append(speed(f"{label} slows down a wide tree, W=16", {"without": _lossy(_WIDTH), "with": kind(_WIDTH)}))
     return rows
 
 
@@ -323,9 +311,9 @@ IMPROVED = Paper(
         Run.of_speed(0.0, (*_SPEED, *_by_widths(_TIMED_KINDS, _SMOKE_WIDTHS)), more=_by_widths(_TIMED_KINDS, _TIMED_WIDTHS)),
         Run.of_speed(1.0, _SPEED),
     ),
-    tables=_tables,
+    tables=(_acceptance, _speed, _paths, _by_width, _speed_by_width),
     branches_of=tuple(_FIGURE_3.values()),
-    orderings=_orderings,
+    claims=(_claims_of_acceptance, _claims_of_paths, _claims_of_speed),
     contest=contest(
         {
             "lossless fork *": _fork(_WIDTH),

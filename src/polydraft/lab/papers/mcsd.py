@@ -1,6 +1,7 @@
 """*Multi-Candidate Speculative Decoding*: Tables 2 and 4, Figures 3 to 5. Tables 1, 3 and 5 to 7 are in `mcsd_pairs`."""
 
 from polydraft.lab.charts import Chart, curves, grouped_columns
+from polydraft.lab.estimate import Estimate
 from polydraft.lab.papers.mcsd_pairs import CHAIN, RUNS, SETS, TEMPERATURES, TREE, pair_claims, pairs_table
 from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, contest, ordering, run_name, text_of
 
@@ -185,48 +186,40 @@ def _ablation(results: Results) -> Comparison:
     )
 
 
-def _tables(results: Results) -> list[Comparison]:
-    return [
-        _acceptance_by_width(results), _speed(results), pairs_table(results), _budgets(results), _ablation(results),
-    ]  # fmt: skip
+def _claims(results: Results) -> list[list[str]]:
+    def tau(claim: str, run: str, methods: dict[str, str]) -> list[str]:
+        return results.claim(claim, run, "tokens_per_pass", methods)
 
-
-def _orderings(results: Results) -> list[list[str]]:
-    def of(run: str, method: str, key: str = "tokens_per_pass") -> float | None:
-        return results.figure(run, method, key)
-
-    def alpha(prompts: str, temperature: float, width: int) -> float | None:
-        return of(run_name(prompts, temperature), _tree(width), "acceptance_rate")
+    def alpha(prompts: str, temperature: float) -> Estimate | None:
+        return results.figure(run_name(prompts, temperature), _tree(1), "acceptance_rate")
 
     rows = []
     for temperature in TEMPERATURES:
-        widths = [(f"k={width}", alpha("alpaca", temperature, width)) for width in (32, 8, 2, 1)]
-        rows.append(ordering(f"α grows with k (Alpaca, T={temperature:g})", *widths))
-    sampling = [(f"T={temperature:g}", alpha("alpaca", temperature, 1)) for temperature in TEMPERATURES]
+        widths = {f"k={width}": _tree(width) for width in (32, 8, 2, 1)}
+        claim = f"α grows with k (Alpaca, T={temperature:g})"
+        rows.append(results.claim(claim, run_name("alpaca", temperature), "acceptance_rate", widths))
+    sampling = [(f"T={temperature:g}", alpha("alpaca", temperature)) for temperature in TEMPERATURES]
     rows.append(ordering("α is lower with sampling than with argmax (Alpaca, k=1)", *sampling))
-    sets = [(name, alpha(prompts, 0.0, 1)) for prompts, name in SETS.items()]
+    sets = [(name, alpha(prompts, 0.0)) for prompts, name in SETS.items()]
     rows.append(ordering("α is lower on WMT than on Alpaca (T=0, k=1)", *sets))
     for temperature in TEMPERATURES:
-        run = run_name("alpaca", temperature)
-        tau = [("MCSD", of(run, TREE)), ("SD", of(run, CHAIN))]
-        rows.append(ordering(f"τ of MCSD above that of SD, γ = 5 (T={temperature:g})", *tau))
+        claim = f"τ of MCSD above that of SD, γ = 5 (T={temperature:g})"
+        rows.append(tau(claim, run_name("alpaca", temperature), {"MCSD": TREE, "SD": CHAIN}))
         best = [_best(results, temperature, methods) for methods in (_SEARCHED, _CHAINS)]
         speed = [(name.partition(",")[0], value) for name, value in best]
         rows.append(ordering(f"MCSD outruns SD, the fastest of each (T={temperature:g})", *speed, digits=2))
     labels = ("without replacement", "with replacement", "naive")
-    rates = [of("alpaca-t1", method) for method in list(_ABLATION.values())[:3]]
-    rows.append(ordering("τ at T=1: MCSS without replacement, with, naive", *zip(labels, rates, strict=True)))
+    verifiers = dict(zip(labels, _ABLATION.values(), strict=False))
+    rows.append(tau("τ at T=1: MCSS without replacement, with, naive", "alpaca-t1", verifiers))
     for budget, shapes in _BUDGETS.items():
-        ends = [(shape, of("alpaca-t1", _tree(shape))) for shape in (shapes[0], shapes[-1])]
-        rows.append(ordering(f"τ of falling and rising widths, K={budget} (T=1)", *ends))
-    budgets = ("8x2", "16x2")
-    tau = [(shape, of("alpaca-t0", _tree(shape))) for shape in reversed(budgets)]
-    rows.append(ordering("K=32 has a higher τ than K=16 (T=0)", *tau))
-    speed = [(shape, of("speed-t0", _tree(shape), "speedup")) for shape in budgets]
-    rows.append(ordering("K=32 is slower than K=16 (T=0)", *speed, digits=2))
-    eager = [(label, of("speed-t1", method, "speedup")) for label, method in (("tree", _EAGER), ("copied", _FLAT))]
-    rows.append(ordering("speed-up: tree attention, copied caches (T=1, both eager)", *eager, digits=2))
-    return [*rows, *pair_claims(results)]
+        ends = {shape: _tree(shape) for shape in (shapes[0], shapes[-1])}
+        rows.append(tau(f"τ of falling and rising widths, K={budget} (T=1)", "alpaca-t1", ends))
+    rows.append(tau("K=32 has a higher τ than K=16 (T=0)", "alpaca-t0", {"16x2": _tree("16x2"), "8x2": _tree("8x2")}))
+    budgets, eager = {"8x2": _tree("8x2"), "16x2": _tree("16x2")}, {"tree": _EAGER, "copied": _FLAT}
+    rows.append(results.claim("K=32 is slower than K=16 (T=0)", "speed-t0", "speedup", budgets, digits=2))
+    claim = "speed-up: tree attention, copied caches (T=1, both eager)"
+    rows.append(results.claim(claim, "speed-t1", "speedup", eager, digits=2))
+    return rows
 
 
 MCSD = Paper(
@@ -238,8 +231,8 @@ MCSD = Paper(
         Run.of_speed(1.0, (*_TIMED, *list(_ABLATION.values())[1:], *_UNCAPTURED.values())),
         *RUNS,
     ),
-    tables=_tables,
-    orderings=_orderings,
+    tables=(_acceptance_by_width, _speed, pairs_table, _budgets, _ablation),
+    claims=(_claims, pair_claims),
     contest=contest({"plain decoding": "ar", "SD, γ = 5": CHAIN, "MCSD": TREE}),
 )
 PAPERS.register("mcsd")(MCSD)

@@ -1,6 +1,7 @@
 """*Towards Optimal Multi-Draft Speculative Decoding*: Tables 1 to 3, Figures 1 and 2."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -275,21 +276,6 @@ def _sweep(results: Results, run: str, temperatures: tuple[float, ...], drafts: 
     )
 
 
-def _tables(results: Results) -> list[Comparison]:
-    return [
-        _distributions(results),
-        _sweep(results, _BY_TEMPERATURE, _SWEPT_TEMPERATURES, (3,)),
-        _sweep(results, _BY_DRAFTS, (0.7,), _SWEPT_DRAFTS),
-        _acceptance(results),
-        _speed(results),
-        _efficiency(results),
-    ]
-
-
-def _orderings(results: Results) -> list[list[str]]:
-    return [*_claims_of_table_1(results), *_claims_of_figures(results), *_claims_of_trees(results)]
-
-
 def _claims_of_table_1(results: Results) -> list[list[str]]:
     """Return claims that compare verifiers with their optima, and ways of drawing with each other, on each set."""
     none, rows = Estimate.exactly(0.0), []
@@ -342,54 +328,58 @@ def _claims_of_figures(results: Results) -> list[list[str]]:
 def _claims_of_trees(results: Results) -> list[list[str]]:
     """Return claims on whole trees: what Greedy gains at each temperature, counted and timed."""
 
-    def figure(run: str, tree: str, name: str, key: str) -> tuple[str, Estimate | None]:
-        return name, results.figure(run, _method(tree, _SCHEMES[name]), key)
+    def methods(tree: str, *names: str) -> dict[str, str]:
+        return {name: _method(tree, _SCHEMES[name]) for name in names}
 
     cool, warm = _COUNTED_RUNS[0], _COUNTED_RUNS[-1]
-    greedy, without, both = "Greedy", "RRS without replacement", ("RRS without replacement", "RRS with replacement")
+    three = greedy, without, _ = ("Greedy", "RRS without replacement", "RRS with replacement")
     rows = []
     for tree, shape in _TREES.items():
-        found = [figure(cool, shape, name, "tokens_per_pass") for name in (greedy, *both)]
-        rows.append(ordering(f"τ at T=0.1: Greedy, RRS without, with ({tree})", *found, digits=2))
+        claim = f"τ at T=0.1: Greedy, RRS without, with ({tree})"
+        rows.append(results.claim(claim, cool, "tokens_per_pass", methods(shape, *three), digits=2))
         leads = []
         for run in (cool, warm):
-            leads.append(difference(*(figure(run, shape, name, "tokens_per_pass")[1] for name in (greedy, without))))
+            taus = (results.figure(run, method, "tokens_per_pass") for method in methods(shape, greedy, without).values())
+            leads.append(difference(*taus))
         claim = f"what Greedy gains in τ over RRS without replacement falls with T ({tree})"
         rows.append(ordering(claim, ("T=0.1", leads[0]), ("T=1", leads[1]), digits=2))
-    sparse = _TREES["EAGLE's sparse tree"]
-    found = [figure(warm, sparse, name, "tokens_per_pass") for name in (without, greedy)]
-    rows.append(ordering("τ at T=1: RRS without replacement, Greedy (EAGLE's sparse tree)", *found, digits=2))
+    claim = "τ at T=1: RRS without replacement, Greedy (EAGLE's sparse tree)"
+    rows.append(results.claim(claim, warm, "tokens_per_pass", methods(_SPARSE, without, greedy), digits=2))
+    why = "equal by theory: the paper, too, finds no significant difference"
     for temperature, run in zip(_TEMPERATURES, _COUNTED_RUNS, strict=True):
-        pair = [figure(run, _TIMED_TREE, name, "acceptance_rate") for name in (greedy, "SpecHub")]
         claim = f"α of Greedy and SpecHub is the same with 2 drafts, T={temperature:g}"
-        why = "equal by theory: the paper, too, finds no significant difference"
-        rows.append(ordering(claim, *pair, alike=True, why=why))
-    found = [figure(run_name("speed", 0.1), _TIMED_TREE, name, "speedup") for name in (greedy, *both)]
-    rows.append(ordering("speed-up at T=0.1: Greedy, RRS without, with (2 drafts, 4 steps)", *found, digits=2))
+        pair = methods(_TIMED_TREE, greedy, "SpecHub")
+        rows.append(results.claim(claim, run, "acceptance_rate", pair, alike=True, why=why))
+    claim = "speed-up at T=0.1: Greedy, RRS without, with (2 drafts, 4 steps)"
+    rows.append(results.claim(claim, run_name("speed", 0.1), "speedup", methods(_TIMED_TREE, *three), digits=2))
     return rows
-
-
-def _distribution_run(name: str, prompts: str, **changes: Any) -> DistributionRun:
-    usual = {"temperatures": (0.7,), "drafts": (3,), "schemes": _DISTRIBUTION_SCHEMES}
-    return DistributionRun(name=name, prompts=prompts, **{**usual, **changes})
 
 
 OPTIMAL = Paper(
     title="Towards Optimal Multi-Draft Speculative Decoding",
     runs=(
         *Run.of_acceptance("spec_bench", _TEMPERATURES, _METHODS),
-        _distribution_run("distributions-alpaca", "alpaca"),
-        _distribution_run("distributions-cnn", "spec_bench", categories=("summarization",)),
-        _distribution_run("distributions-wmt", "wmt_ende"),
-        _distribution_run(_BY_TEMPERATURE, "alpaca", temperatures=_SWEPT_TEMPERATURES, schemes=_SWEPT_SCHEMES),
-        _distribution_run(_BY_DRAFTS, "alpaca", drafts=_SWEPT_DRAFTS, schemes=_SWEPT_SCHEMES),
+        DistributionRun(name="distributions-alpaca", prompts="alpaca", schemes=_DISTRIBUTION_SCHEMES),
+        DistributionRun(
+            name="distributions-cnn", prompts="spec_bench", categories=("summarization",), schemes=_DISTRIBUTION_SCHEMES
+        ),
+        DistributionRun(name="distributions-wmt", prompts="wmt_ende", schemes=_DISTRIBUTION_SCHEMES),
+        DistributionRun(name=_BY_TEMPERATURE, prompts="alpaca", temperatures=_SWEPT_TEMPERATURES, schemes=_SWEPT_SCHEMES),
+        DistributionRun(name=_BY_DRAFTS, prompts="alpaca", drafts=_SWEPT_DRAFTS, schemes=_SWEPT_SCHEMES),
         *(
             Run.of_speed(temperature, ("ar", *(_method(_TIMED_TREE, _SCHEMES[name]) for name in _TIMED)))
             for temperature in _TIMED_TEMPERATURES
         ),
     ),
-    tables=_tables,
-    orderings=_orderings,
+    tables=(
+        _distributions,
+        partial(_sweep, run=_BY_TEMPERATURE, temperatures=_SWEPT_TEMPERATURES, drafts=(3,)),
+        partial(_sweep, run=_BY_DRAFTS, temperatures=(0.7,), drafts=_SWEPT_DRAFTS),
+        _acceptance,
+        _speed,
+        _efficiency,
+    ),
+    claims=(_claims_of_table_1, _claims_of_figures, _claims_of_trees),
     contest=tuple(
         (name, run_name("speed", 1.0), _method(_TIMED_TREE, _SCHEMES[name]))
         for name in ("Greedy", "hybrid, block verification *")

@@ -93,7 +93,7 @@ def write_kept(results: Results, path: Path) -> None:
 
 def charts(paper: Paper, results: Results) -> list[Chart]:
     """Return a paper's charts, except those without figures."""
-    return [one for comparison in paper.tables(results) if measured(comparison) for one in comparison.charts]
+    return [one for comparison in paper.comparisons(results) if measured(comparison) for one in comparison.charts]
 
 
 def measured(comparison: Comparison) -> list[Sequence[str]]:
@@ -133,11 +133,11 @@ def reproduction(paper: Paper, results: Results) -> str:
         "The paper's own figures come from other models and machines: compare the pattern, not the numbers.",
     ]
     lines += ["", "## What it says, and whether it holds", "", *claims(paper, results)]
-    for comparison in paper.tables(results):
+    for comparison in paper.comparisons(results):
         lines += ["", f"## {comparison.title}", "", *section(comparison, results)]
     return "\n".join(lines) + "\n"
 
 
 def claims(paper: Paper, results: Results) -> list[str]:
     """Write the table of a paper's claims."""
-    return table(CLAIM_COLUMNS, paper.orderings(results))
+    return table(CLAIM_COLUMNS, paper.claim_rows(results))

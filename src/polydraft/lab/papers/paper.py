@@ -69,8 +69,8 @@ class DistributionRun:
     prompts: str
     categories: tuple[str, ...] = ()
     """Categories of the set to use; all if empty."""
-    temperatures: tuple[float, ...]
-    drafts: tuple[int, ...]
+    temperatures: tuple[float, ...] = (0.7,)
+    drafts: tuple[int, ...] = (3,)
     schemes: tuple[str, ...]
     timed: bool = False
 
@@ -137,6 +137,14 @@ class Results(dict[str, dict[str, Any]]):
         """Write a figure with its interval for a table, or a dash if it was not measured."""
         return text_of(self.figure(run, method, key), unit, digits)
 
+    def claim(self, claim: str, run: str, key: str, methods: Mapping[str, str | Estimate | None], **more: Any) -> list[str]:
+        """Return the row of a claim about one figure of several methods, by label; see `ordering`.
+
+        An estimate stands for itself, None for a figure that cannot be measured.
+        """
+        figures = [(name, self.figure(run, one, key) if isinstance(one, str) else one) for name, one in methods.items()]
+        return ordering(claim, *figures, **more)
+
     def drift(self, *runs: str) -> str:
         """Write the speed-up of plain decoding over itself in timed runs, if that was measured."""
         found = {run: self.figure(run, REPEATED, "speedup") for run in runs}
@@ -190,19 +198,27 @@ class Comparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Paper:
-    """What to run for a paper, and how to make its tables."""
+    """What to run for a paper, and what makes its tables and claims from the results."""
 
     title: str
     runs: tuple[Run | DistributionRun, ...]
-    tables: Callable[[Results], list[Comparison]]
+    tables: tuple[Callable[[Results], Comparison], ...]
     contest: tuple[tuple[str, str, str], ...] = ()
     """Its rows in the table that compares all papers: label, timed run and method."""
     by_category: bool = False
     """Whether its tables have rows by category of prompts."""
     branches_of: tuple[str, ...] = ()
     """Methods whose winning branches its tables show."""
-    orderings: Callable[[Results], list[list[str]]] = lambda results: []
-    """Returns all its headline claims, as rows made by `ordering`."""
+    claims: tuple[Callable[[Results], list[list[str]]], ...] = ()
+    """Return its headline claims, as rows made by `ordering`."""
+
+    def comparisons(self, results: Results) -> list[Comparison]:
+        """Return all its tables and figures."""
+        return [table(results) for table in self.tables]
+
+    def claim_rows(self, results: Results) -> list[list[str]]:
+        """Return the rows of all its claims."""
+        return [row for claims in self.claims for row in claims(results)]
 
 
 PAPERS: Registry[Paper] = Registry("paper")

@@ -1,10 +1,8 @@
 """*Multi-Branch Self-Drafting for LLM Inference Acceleration*: Table 2, Figures 4 to 8."""
 
-from collections.abc import Callable
-
 from polydraft.lab.charts import Chart, curves, grouped_columns
 from polydraft.lab.estimate import Estimate
-from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, contest, ordering, run_name, text_of
+from polydraft.lab.papers.paper import PAPERS, Comparison, Paper, Results, Run, contest, run_name, text_of
 
 _PLAIN = Estimate.exactly(1.0)
 _SIZES = (2, 6, 10)
@@ -227,60 +225,49 @@ def _ablation(results: Results) -> Comparison:
     )
 
 
-def _tables(results: Results) -> list[Comparison]:
-    return [_main(results), _speed(results), _overhead(results), _grid(results), _grid_speed(results), _ablation(results)]
+def _claims(results: Results) -> list[list[str]]:
+    def passes(claim: str, methods: dict[str, str | Estimate | None], **more: str) -> list[str]:
+        return results.claim(claim, "spec_bench-t0", "tokens_per_pass", methods, **more)
 
+    def speed(claim: str, methods: dict[str, str | Estimate | None], why: str = "") -> list[str]:
+        return results.claim(claim, "speed-t0", "speedup", methods, digits=2, why=why)
 
-def _orderings(results: Results) -> list[list[str]]:
-    def efficiency(*names: str) -> tuple[float | None, ...]:
-        return tuple(results.figure("spec_bench-t0", name, "tokens_per_pass") for name in names)
-
-    def speed(name: str) -> float | None:
-        return results.figure("speed-t0", name, "speedup")
-
-    def rate(name: str) -> float | None:
-        return results.figure("grid-t0", name, "tokens_per_second")
-
-    def by_size(method: Callable[[int], str], letter: str) -> list[tuple[str, float | None]]:
-        return [(f"{letter}={size}", efficiency(method(size))[0]) for size in reversed(_SIZES)]
-
-    again = "takes minutes on a GPU: `--runs spec_bench-t0`"
-    both, context, corpus, text = efficiency(*_ABLATION.values())
-    printed, printed_context, printed_corpus = efficiency(*_AS_PRINTED.values())
+    again = {"missing": "takes minutes on a GPU: `--runs spec_bench-t0`"}
+    both, context, corpus, text = _ABLATION.values()
+    printed, printed_context, printed_corpus = _AS_PRINTED.values()
+    caches = "both caches, context alone, none"
+    throughput = {f"L={length}": _branches(_USUAL, length) for length in (_USUAL, _SIZES[-1])}
     return [
-        ordering(
-            "as printed, tokens per pass at T=0: both caches, context alone, none",
-            *(("both", printed), ("context", printed_context), ("none", _PLAIN)),
-            missing=again,
+        passes(
+            f"as printed, tokens per pass at T=0: {caches}",
+            {"both": printed, "context": printed_context, "none": _PLAIN},
+            **again,
         ),
-        ordering(
-            "as printed: context alone, corpus alone (T=0)",
-            *(("context", printed_context), ("corpus", printed_corpus)),
-            missing=again,
+        passes(
+            "as printed: context alone, corpus alone (T=0)", {"context": printed_context, "corpus": printed_corpus}, **again
         ),
-        ordering("tokens per pass at T=0: branches, none", ("6×6", both), ("without branches", text), missing=again),
-        ordering(
-            "tokens per pass at T=0: both caches, context alone, none", ("both", both), ("context", context), ("none", _PLAIN)
+        passes("tokens per pass at T=0: branches, none", {"6×6": both, "without branches": text}, **again),
+        passes(f"tokens per pass at T=0: {caches}", {"both": both, "context": context, "none": _PLAIN}),
+        passes("context alone, corpus alone (T=0)", {"context": context, "corpus": corpus}),
+        passes("2.0 to 3.2 tokens per pass (T=0)", {"as printed": printed, "2.0": Estimate.exactly(2.0)}, **again),
+        passes(
+            "more tokens per pass than LADE (T=0)", {"as printed": printed, "LADE": None}, why="LADE is not implemented here"
         ),
-        ordering("context alone, corpus alone (T=0)", ("context", context), ("corpus", corpus)),
-        ordering("2.0 to 3.2 tokens per pass (T=0)", ("as printed", printed), ("2.0", Estimate.exactly(2.0)), missing=again),
-        ordering(
-            "more tokens per pass than LADE (T=0)", ("as printed", printed), ("LADE", None), why="LADE is not implemented here"
-        ),
-        ordering("faster than plain decoding (T=0)", ("exact, 6×6", speed(_PAPER)), ("plain", _PLAIN), digits=2),
-        ordering(
+        speed("faster than plain decoding (T=0)", {"exact, 6×6": _PAPER, "plain": _PLAIN}),
+        speed(
             "faster than SpeDe (T=0)",
-            *(("exact, 6×6", speed(_PAPER)), ("SpeDe", speed(_SPEDE))),
-            digits=2,
+            {"exact, 6×6": _PAPER, "SpeDe": _SPEDE},
             why="SpeDe's draft is trained on the target here, LLaMA-68M there",
         ),
-        ordering("tokens per pass grow with the length of branches (T=0)", *by_size(lambda size: _branches(_USUAL, size), "L")),
-        ordering("tokens per pass grow with the number of branches (T=0)", *by_size(lambda size: _branches(size, _USUAL), "N")),
-        ordering(
-            "throughput falls beyond L = 6 (T=0, N = 6)",
-            *((f"L={length}", rate(_branches(_USUAL, length))) for length in (_USUAL, _SIZES[-1])),
-            digits=1,
+        passes(
+            "tokens per pass grow with the length of branches (T=0)",
+            {f"L={size}": _branches(_USUAL, size) for size in reversed(_SIZES)},
         ),
+        passes(
+            "tokens per pass grow with the number of branches (T=0)",
+            {f"N={size}": _branches(size, _USUAL) for size in reversed(_SIZES)},
+        ),
+        results.claim("throughput falls beyond L = 6 (T=0, N = 6)", "grid-t0", "tokens_per_second", throughput, digits=1),
     ]
 
 
@@ -295,9 +282,9 @@ SELF_DRAFT = Paper(
         Run.of_speed(1.0, ("ar", _PAPER, _LOOKUP, _SUFFIX, _SPEDE)),
         Run.of_speed(0.0, ("ar", _ABLATION["without branches"], *_GRID), name="grid"),
     ),
-    tables=_tables,
+    tables=(_main, _speed, _overhead, _grid, _grid_speed, _ablation),
     by_category=True,
-    orderings=_orderings,
+    claims=(_claims,),
     contest=contest({"Self-Draft, exact, 6×6": _PAPER, "prompt lookup": _LOOKUP, "suffix+corpus *": _SUFFIX}),
 )
 PAPERS.register("self-draft")(SELF_DRAFT)
