@@ -9,7 +9,7 @@ import polydraft.beam._slots as slots
 import polydraft.models.language_model as language_model
 from covering import covering, keeping
 from polydraft.beam._node import Node
-from polydraft.beam._workspace import PassSizes
+from polydraft.beam._workspace import BeamMemory, PassSizes
 from polydraft.engine import StopReason
 from polydraft.sampling import SamplingParams
 from stand_in import StandIn
@@ -159,9 +159,11 @@ def test_a_pass_too_large_to_be_captured_sees_all_slots(monkeypatch):
     monkeypatch.setattr(language_model, "_SMALLEST_SPAN", 4)
     found = []
     for graphs in (StandIn(lambda: []), None):
-        context = pair("table")[0].start(1, 256)
-        context.prefill([[1, 2]])
-        tree, root = slots.SlotTree(context, graphs=graphs, sizes=PassSizes(places=8, tokens=(16,))), Node(3)
+        memory = BeamMemory(pair("table")[0], graphs=False, sizes=PassSizes(places=8, tokens=(16,)))
+        memory.restart(256, 256)
+        memory.context.prefill([[1, 2]])
+        memory.graphs = graphs
+        tree, root = slots.SlotTree(memory), Node(3)
         for count in (8, 50, 9):
             leaves = [root.child(4 + count % 3).child(token) for token in range(count)]
             tree.read(leaves)

@@ -7,8 +7,9 @@ import torch
 
 from polydraft.beam import BeamDecoder, text_log_probs
 from polydraft.beam._node import Node
-from polydraft.beam._reader import HeadReader, ModelReader
+from polydraft.beam._reader import HeadReader, ModelReader, tree_reader
 from polydraft.beam._slots import SlotTree
+from polydraft.beam._workspace import BeamMemory
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, StopReason
 from polydraft.models import FAMILIES, HeadShape, TabularModel
@@ -32,9 +33,9 @@ def test_beams_that_die_leave_the_others_alone(name):
     target, _ = models(name)
     rng = random.Random(1)
     prompt = [rng.randrange(3, 96) for _ in range(5)]
-    context = target.start(1, 8)
+    tree, beams = SlotTree(BeamMemory(target, graphs=False)), [Node(prompt[-1])]
+    context = tree.context
     context.prefill([prompt[:-1]])
-    tree, beams = SlotTree(context), [Node(prompt[-1])]
     for _ in range(14):
         tree.read(beams)
         got = target.head(tree.features(beams))
@@ -51,9 +52,8 @@ def test_beams_that_die_leave_the_others_alone(name):
 @torch.inference_mode()
 def test_one_beam_among_dead_ones_is_masked():
     target, _ = models("llama")
-    context = target.start(1, 8)
-    context.prefill([[5, 6]])
-    tree, root = SlotTree(context), Node(7)
+    tree, root = SlotTree(BeamMemory(target, graphs=False)), Node(7)
+    tree.context.prefill([[5, 6]])
     tree.read([root.child(8), root.child(9), root.child(10)])
     only = root.child(9).child(11)
     tree.read([only])
@@ -87,9 +87,9 @@ def test_heads_read_true_features_where_there_are_some(prompt):
     target, head = target_and_head()
 
     def begun(text):
-        reader, context = HeadReader(head), target.start(1, 8)
-        context.prefill([text[:-1]], reader.observe)
-        tree, root = SlotTree(context), Node(text[-1])
+        reader, tree = HeadReader(BeamMemory(head, graphs=False)), SlotTree(BeamMemory(target, graphs=False))
+        tree.context.prefill([text[:-1]], reader.observer)
+        root = Node(text[-1])
         reader.begin(text, root, tree)
         return reader, tree, root
 
@@ -117,9 +117,9 @@ def test_heads_read_guesses_one_after_another():
     target, head = target_and_head()
     results = []
     for stepwise in (True, False):
-        reader, context = HeadReader(head), target.start(1, 8)
-        context.prefill([[5, 9, 2, 44]], reader.observe)
-        tree, root = SlotTree(context), Node(17)
+        reader, tree = HeadReader(BeamMemory(head, graphs=False)), SlotTree(BeamMemory(target, graphs=False))
+        tree.context.prefill([[5, 9, 2, 44]], reader.observer)
+        root = Node(17)
         reader.begin([5, 9, 2, 44, 17], root, tree)
         one, other = root.child(30).child(31), root.child(40)
         for level in ([root], [root.child(30), other], [one]) if stepwise else ():
@@ -146,7 +146,8 @@ def test_every_kind_of_draft_gives_the_same_search(draft):
 
 def test_readers_are_chosen_by_the_draft():
     target, head = target_and_head()
-    assert HeadReader(head).reads_features and not ModelReader(target).reads_features
+    kinds = [type(tree_reader(BeamMemory(draft, graphs=False))) for draft in (head, target)]
+    assert kinds == [HeadReader, ModelReader]
 
 
 def test_log_probabilities_are_the_models_own():

@@ -40,7 +40,7 @@ class TargetPredictions:
         self, model: LanguageModel, memory: BeamMemory, distribution: DistributionMaker, *, packs: bool, keeps: bool
     ) -> None:
         self.model, self.distribution = model, distribution
-        self.tree = SlotTree(memory.context, memory.bank, graphs=memory.graphs, sizes=memory.sizes)
+        self.tree = SlotTree(memory)
         self.tree.reading = packed_reading(distribution, model.head) if packs else None
         self.most_kept = _MOST_KEPT if keeps and distribution.is_short else 0
         self._found: dict[Node, tuple[Continuations, int]] = {}

@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import ClassVar
 
 import numpy as np
 import torch
@@ -13,8 +12,9 @@ from polydraft.beam._node import Node
 from polydraft.beam._slots import Inputs, SlotTree
 from polydraft.beam._workspace import BEFORE, NOWHERE, BeamMemory
 from polydraft.devices import can_sync
-from polydraft.models import Head, LanguageModel
+from polydraft.models import Head
 from polydraft.models.heads.head_context import Entries
+from polydraft.models.language_model import Observer
 from polydraft.sampling import PartialVocabulary
 from polydraft.trees import Block, causal_block
 
@@ -22,19 +22,15 @@ from polydraft.trees import Block, causal_block
 class TreeReader(ABC):
     """A draft at work on one request."""
 
-    reads_features: ClassVar[bool] = False
-    """Whether it needs the target's features of the prompt; if so, `observe` receives them."""
-    tree: SlotTree
-    """The nodes that the draft has read."""
+    observer: Observer | None = None
+    """Receives the target's features of the prompt without its last token; None if the draft needs none."""
 
-    def __init__(self, draft: LanguageModel | Head) -> None:
-        self._draft, self.name = draft, draft.name
-        self.vocabulary: PartialVocabulary | None = draft.vocabulary
+    def __init__(self, memory: BeamMemory) -> None:
+        self._draft, self.name = memory.model, memory.model.name
+        self.vocabulary: PartialVocabulary | None = memory.model.vocabulary
         """The tokens of its logits' columns; None if the columns are all tokens."""
-
-    def observe(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_1TF: Tensor) -> None:
-        """Receive the target's features of the prompt without its last token, in chunks."""
-        raise NotImplementedError
+        self.tree = SlotTree(memory)
+        """The nodes that the draft has read."""
 
     @abstractmethod
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
@@ -61,11 +57,6 @@ class TreeReader(ABC):
 class ModelReader(TreeReader):
     """Reads with a draft model. Nodes that survive a round are not read again."""
 
-    def __init__(self, model: LanguageModel, memory: BeamMemory | None = None) -> None:
-        super().__init__(model)
-        memory = memory or BeamMemory(model, graphs=False)
-        self.tree = SlotTree(memory.context, memory.bank, graphs=memory.graphs, sizes=memory.sizes)
-
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
         """Read the prompt, except its last token."""
         self.tree.context.prefill([prompt[:-1]])
@@ -78,17 +69,12 @@ class HeadReader(TreeReader):
     own outputs replace them. Such entries are guesses, and are read again once the target has read their parents.
     """
 
-    reads_features = True
-
-    def __init__(self, head: Head, memory: BeamMemory | None = None) -> None:
-        super().__init__(head)
-        self._head, memory = head, memory or BeamMemory(head, graphs=False)
-        assert isinstance(memory.context, Entries)
-        self._context = memory.context
+    def __init__(self, memory: BeamMemory) -> None:
+        super().__init__(memory)
+        assert isinstance(memory.model, Head) and isinstance(memory.context, Entries)
+        self._head, self._context, self.observer = memory.model, memory.context, self._observe
         inputs = Inputs(self._feature_rows, lambda: self._target and self._target.bank.place)
-        self.tree = SlotTree(
-            self._context, memory.bank, forward=self._read, inputs=inputs, graphs=memory.graphs, sizes=memory.sizes
-        )
+        self.tree = SlotTree(memory, self._read, inputs)
         self._begun = False
         """Whether the prompt has tokens before the root."""
         self._root: Node | None = None
@@ -96,8 +82,8 @@ class HeadReader(TreeReader):
         self._guesses: list[Node] = []
         self._observed: list[Tensor] = []
 
-    def observe(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_1TF: Tensor) -> None:
-        """Keep the features until the whole prompt is known."""
+    def _observe(self, rows: slice, starts: Sequence[int], counts: Sequence[int], features_1TF: Tensor) -> None:
+        """Keep a chunk's features until the whole prompt is known."""
         self._observed.append(features_1TF[:, : counts[0]])
 
     def begin(self, prompt: Sequence[int], root: Node, target: SlotTree) -> None:
@@ -191,6 +177,6 @@ class HeadReader(TreeReader):
         self.tree.keep(leaves)
 
 
-def tree_reader(draft: LanguageModel | Head, memory: BeamMemory | None = None) -> TreeReader:
-    """Return the reader for a draft; it uses the given memory, if any."""
-    return HeadReader(draft, memory) if isinstance(draft, Head) else ModelReader(draft, memory)
+def tree_reader(memory: BeamMemory) -> TreeReader:
+    """Return the reader for the draft whose memory this is."""
+    return HeadReader(memory) if isinstance(memory.model, Head) else ModelReader(memory)

@@ -22,9 +22,6 @@ from polydraft.sampling import SamplingParams
 _LAST_WEIGHT = 0.2
 """Weight of the last round in the running mean of accepted layers."""
 
-Choose = Callable[[Continuations, list[Beam]], list[int]]
-"""`(continuations, parents) -> entries`: which continuations become draft beams, in order."""
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BeamRequest:
@@ -72,40 +69,6 @@ class ForestLayer:
     """Entries of `continuations` that were drawn, in draw order."""
     beams: list[Beam]
     """The drawn entries as beams, in the same order."""
-
-
-def grow_forest(
-    beams: Sequence[Beam],
-    depth: int,
-    distribution: Callable[[list[Node]], Continuations],
-    ends: Callable[[Node], bool],
-    choose: Choose,
-) -> list[ForestLayer]:
-    """Let the draft take `depth` steps of beam decoding from the input beams.
-
-    Notes
-    -----
-    Input beams start with the target's scores, which are known, and not with the draft's as in the paper: verification is exact
-    whatever drafts are drawn from, and this distribution is closer to the target's. Also, the draft's truncation may exclude
-    tokens that the target has emitted. Finished draft beams have no children, and neither do beams without a guess; the forest
-    ends when no beam has children.
-    """
-    layers: list[ForestLayer] = []
-    parents = list(beams)
-    for _ in range(depth):
-        if not parents:
-            break
-        nodes = [beam.node for beam in parents]
-        continuations = distribution(nodes)
-        totals_X = continuations.totals(parents)
-        drawn = choose(continuations, parents)
-        if not drawn:
-            break
-        chosen = (values_X[drawn].tolist() for values_X in (continuations.rows_X, continuations.tokens_X, totals_X))
-        drafts = [Beam(nodes[row].child(token), total) for row, token, total in zip(*chosen, strict=True)]
-        layers.append(ForestLayer(parents, continuations, drawn, drafts))
-        parents = [beam for beam in drafts if not ends(beam.node)]
-    return layers
 
 
 def close_draws(drawn: Sequence[Beam], options: BeamOptions, ends: Callable[[Node], bool]) -> tuple[list[Beam], list[Beam]]:
@@ -157,12 +120,12 @@ class BeamRun(ABC):
         work, prompt = self._workspace, request.prompt
         with self.stats.clock("prefill"), work.at_work():
             work.restart(len(prompt), len(prompt) + self.ends.longest)
-        draft = None if self.options.twins else request.draft
-        reader = None if draft is None else tree_reader(draft, work.draft_memory)
+        drafting = None if self.options.twins else work.draft_memory
+        reader = None if drafting is None else tree_reader(drafting)
         own = request.distribution(None, self._best(of_draft=False))
         with self.stats.clock("prefill"), work.at_work():
             memory = work.target_memory
-            memory.context.prefill([prompt[:-1]], reader.observe if reader is not None and reader.reads_features else None)
+            memory.context.prefill([prompt[:-1]], None if reader is None else reader.observer)
             alone = self.options.model_only
             keeps = self.options.twins or (reader is not None and not alone)
             self.target = TargetPredictions(request.target, memory, own, packs=work.packs, keeps=keeps)
@@ -230,7 +193,7 @@ class BeamRun(ABC):
     def _launch(self) -> _Launched:
         """Let the draft grow a forest, and launch the target's pass over it."""
         with self.stats.clock("draft"):
-            layers = self._grow(self._depth()) if self.draft is not None else []
+            layers = [] if self.draft is None else self._grow(self.draft)
         with self.stats.clock("target"):
             nodes = [beam.node for beam in self.beams]
             # No step needs the distribution after a text that has ended.
@@ -247,9 +210,32 @@ class BeamRun(ABC):
         worth = self.options.depth_of_drafts if self.options.model_only else int(self._reach + 1.5)
         return min(self.options.depth_of_drafts, worth, room)
 
-    def _grow(self, depth: int) -> list[ForestLayer]:
-        assert self.draft is not None
-        return grow_forest(self.beams, depth, self.draft.after, self.ends.at, self._choose_drafts)
+    def _grow(self, draft: DraftPredictions) -> list[ForestLayer]:
+        """Let the draft take steps of beam decoding from the running beams.
+
+        Notes
+        -----
+        The beams start with the target's scores, which are known, and not with the draft's as in the paper: verification is
+        exact whatever drafts are drawn from, and this distribution is closer to the target's. Also, the draft's truncation may
+        exclude tokens that the target has emitted. Finished draft beams have no children, and neither do beams without a guess;
+        the forest ends when no beam has children.
+        """
+        layers: list[ForestLayer] = []
+        parents = list(self.beams)
+        for _ in range(self._depth()):
+            if not parents:
+                break
+            nodes = [beam.node for beam in parents]
+            continuations = draft.after(nodes)
+            totals_X = continuations.totals(parents)
+            drawn = self._choose_drafts(continuations, parents)
+            if not drawn:
+                break
+            chosen = (values_X[drawn].tolist() for values_X in (continuations.rows_X, continuations.tokens_X, totals_X))
+            drafts = [Beam(nodes[row].child(token), total) for row, token, total in zip(*chosen, strict=True)]
+            layers.append(ForestLayer(parents, continuations, drawn, drafts))
+            parents = [beam for beam in drafts if not self.ends.at(beam.node)]
+        return layers
 
     def _decide(self, launched: _Launched) -> None:
         """Take the steps that the target's pass allows."""

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from polydraft.beam._distribution import Floats, Indices
 from polydraft.beam._node import Node, common_path, with_ancestors
-from polydraft.beam._workspace import NOWHERE, FeatureBank, PassSizes
+from polydraft.beam._workspace import NOWHERE, BeamMemory
 from polydraft.devices import brought, captures
-from polydraft.engine.graphs import Arriving, GraphCache
-from polydraft.models import Context
+from polydraft.engine.graphs import Arriving
 from polydraft.trees import Block
 
 _SLACK = 96
@@ -50,32 +49,21 @@ _NO_INPUTS = Inputs(lambda nodes: np.empty((0, len(nodes)), dtype=np.int64), lam
 
 
 class SlotTree:
-    """Keeps a tree of nodes in slots of a context's only row, after the committed text.
+    """Keeps a tree of nodes in slots of a cache's only row, after the committed text.
 
     Beams have no caches of their own: shared nodes are stored once, and a mask lets each node attend to its ancestors. A beam
     that dies leaves dead slots, which `keep` reclaims now and then; a prefix that all beams share becomes committed text.
 
-    `forward`, by default `Context.extend`, passes tokens through the model, with additional `inputs` if there are any; features
-    go into the empty `bank`. With `graphs`, passes are captured and replayed, padded to a few `sizes` so that few captures are
-    needed.
+    `forward`, by default `Context.extend`, passes tokens through the model, with additional `inputs` if there are any. If the
+    memory has captures, passes are captured and replayed, padded to a few sizes so that few captures are needed.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        bank: FeatureBank | None = None,
-        *,
-        forward: Pass | None = None,
-        inputs: Inputs | None = None,
-        graphs: GraphCache | None = None,
-        sizes: PassSizes | None = None,
-    ) -> None:
-        assert context.batch_size == 1
-        self.context, self.bank = context, bank or FeatureBank()
+    def __init__(self, memory: BeamMemory, forward: Pass | None = None, inputs: Inputs | None = None) -> None:
+        self.context, self.bank = memory.context, memory.bank
         self.reading: Reading | None = None
         """What passes also compute for the host; `readings` returns it."""
-        self._forward = forward or context.extend
-        self._inputs, self._graphs, self._sizes = inputs or _NO_INPUTS, graphs, sizes or PassSizes()
+        self._forward, self._inputs = forward or memory.context.extend, inputs or _NO_INPUTS
+        self._graphs, self._sizes = memory.graphs, memory.sizes
         self._places: dict[Node, int] = {}
         self._latest: list[Node] = []
         self._arriving: Arriving | None = None

@@ -33,6 +33,9 @@ class PassSizes:
     """Places and rows allocated for forests, beyond a request's longest text; most requests never need more."""
 
 
+_SIZES = PassSizes()
+
+
 class FeatureBank:
     """A model's features of each node that it has read.
 
@@ -40,13 +43,13 @@ class FeatureBank:
     it.
     """
 
-    def __init__(self, sizes: PassSizes | None = None) -> None:
+    def __init__(self, rows: int) -> None:
         self.values_NF: Tensor | None = None
         """Allocated with the first features, whose size and type are not known before."""
         self.rows: dict[Node, int] = {}
         """Row of each node's features."""
         self._used = 1
-        self._needed = (sizes or PassSizes()).rows
+        self._needed = rows
 
     @property
     def place(self) -> tuple[int, int] | None:
@@ -105,10 +108,10 @@ class FeatureBank:
 class BeamMemory:
     """A model's cache with one row, and the captures of its passes if `graphs` is set and the device can capture."""
 
-    def __init__(self, model: LanguageModel | Head, graphs: bool, sizes: PassSizes | None = None) -> None:
-        self._model, self.sizes = model, sizes or PassSizes()
+    def __init__(self, model: LanguageModel | Head, graphs: bool, sizes: PassSizes = _SIZES) -> None:
+        self.model, self.sizes = model, sizes
         self.context: Context = model.start(1, 8)
-        self.bank = FeatureBank(self.sizes)
+        self.bank = FeatureBank(sizes.rows)
         self.graphs: GraphCache | None = None
         obstacle: str | None = getattr(model, "graph_obstacle", None) or getattr(model, "shape_obstacle", None)
         if graphs and captures(model.device):
@@ -122,7 +125,7 @@ class BeamMemory:
         # The prompt needs no rows, but all new tokens of the beams' common text do, and a forest or two.
         self.bank.restart(longest - room + self.sizes.spare if self.graphs is not None else 0)
         if self.graphs is None:
-            self.context = self._model.start(1, room)
+            self.context = self.model.start(1, room)
             return
         self.context.span = None
         self.context.rewind([0])
@@ -145,7 +148,7 @@ class BeamWorkspace:
         *,
         packs: bool | None = None,
         ahead: bool = True,
-        sizes: PassSizes | None = None,
+        sizes: PassSizes = _SIZES,
     ) -> None:
         self.target, self.draft, self.graphs = target, draft, graphs
         self.mark = target.mark()

@@ -125,13 +125,8 @@ class BeamOptions:
         if early not in (True, False, "never"):
             raise UsageError(f"early_stopping={early!r}; allowed: True, False, 'never'")
         if self.mode == BeamMode.SEARCH:
-            for name, default in (
-                ("width_threshold", None),
-                ("one_cache", False),
-                ("draws", Draws.DISTINCT),
-                ("verification", Verification.AUTO),
-            ):
-                if getattr(self, name) != default:
+            for name in ("width_threshold", "one_cache", "draws", "verification"):
+                if getattr(self, name) != self.__dataclass_fields__[name].default:
                     raise UsageError(f"{name} is for beam sampling; beam search draws nothing; use mode 'sample'")
 
     def _check_counts(self) -> None:

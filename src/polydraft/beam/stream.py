@@ -11,6 +11,7 @@ import torch
 from polydraft.beam._node import Hypothesis, Node
 from polydraft.beam._run import BeamRun
 from polydraft.beam._slots import SlotTree
+from polydraft.beam._workspace import BeamMemory
 from polydraft.engine import Generation, Stats, StopReason, TokenEvent
 from polydraft.engine.stats import TARGET
 from polydraft.engine.text import TextAssembler
@@ -78,9 +79,11 @@ def text_log_probs(target: LanguageModel, prompt: Sequence[int], texts: Sequence
 
     The prompt and common prefixes are read only once.
     """
-    context = target.start(1, len(prompt) + sum(map(len, texts)) + 1)
-    context.prefill([prompt[:-1]])
-    tree, root = SlotTree(context), Node(prompt[-1])
+    memory, root = BeamMemory(target, graphs=False), Node(prompt[-1])
+    room = len(prompt) + sum(map(len, texts)) + 1
+    memory.restart(room, room)
+    memory.context.prefill([prompt[:-1]])
+    tree = SlotTree(memory)
     paths = []
     for tokens in texts:
         path = [root]
