@@ -1,6 +1,6 @@
 import xml.etree.ElementTree as ElementTree
 
-from polydraft.lab.charts import Curve, Point, curves, grouped_columns, line_chart, scatter
+from polydraft.lab.charts import Curve, curves, grouped_columns, line_chart, scatter
 from polydraft.lab.estimate import Estimate
 from polydraft.lab.svg import Box
 
@@ -56,7 +56,7 @@ def test_files_need_no_style_sheet() -> None:
         curves({"a": [1.0], "b": [2.0]}, ["1"], across="k", up="α"),
         grouped_columns({"a": [1.0]}, {"g": ["1"]}, base=0.0, across="k", up="τ"),
         scatter({"a": [("x", 1.0, 2.0)]}, across="k", up="τ"),
-        line_chart([Curve("a", "kind", [Point(1.0, 0.5)])], across="T", up="α"),
+        line_chart([Curve("a", "kind", [(1.0, 0.5)])], across="T", up="α"),
     ):
         assert "var(" not in content and "<style" not in content
         for kind, attribute in (("text", "fill"), ("line", "stroke"), ("rect", "fill"), ("circle", "fill")):

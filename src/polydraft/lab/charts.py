@@ -69,21 +69,14 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Point:
-    """One point of a curve."""
-
-    x: float
-    y: float
-
-
-@dataclass(frozen=True)
 class Curve:
     """The acceptance of a scheme, or the optimum of a way of drawing, over a numeric axis."""
 
     name: str
     kind: str
     """How drafts are drawn; curves of one kind share a colour."""
-    points: Sequence[Point]
+    points: Sequence[tuple[float, float]]
+    """x and y; y may have an interval."""
     best: bool = False
     """Whether it is an optimum, which is drawn as a broad band behind the others."""
 
@@ -262,10 +255,10 @@ def line_chart(curves: Sequence[Curve], *, across: str, up: str) -> str:
     Curves of one kind share a colour, differ by dashes, and must be adjacent.
     """
     points = [point for curve in curves for point in curve.points]
-    columns = sorted({point.x for point in points})
+    columns = sorted({x for x, _ in points})
     first, last = (columns[0], columns[-1]) if columns else (0.0, 1.0)
     margin = 0.04 * (last - first) or 0.5
-    heights = [point.y for point in points] or [0.0, 1.0]
+    heights = [y for _, y in points] or [0.0, 1.0]
     room = 0.06 * max(max(heights) - min(heights), 0.05)
     kinds = len({curve.kind for curve in curves})
     height = max(380.0, 48 + _ROW * (len(curves) + kinds + 1))
@@ -289,19 +282,19 @@ def line_chart(curves: Sequence[Curve], *, across: str, up: str) -> str:
             shapes += _strokes(plane, curve, look, f"thin {colour}")
             legend += [svg.line(left, y, left + 34, y, look), svg.text(left + 42, y + 4, curve.name, "start", "name")]
             y += _ROW
-    texts = [f"{curve.name}: " + ", ".join(f"{point.x:g} {point.y:.3f}" for point in curve.points) for curve in curves]
+    texts = [f"{curve.name}: " + ", ".join(f"{x:g} {y:.3f}" for x, y in curve.points) for curve in curves]
     return plane.file([*shapes, *legend], f"{up} against {across}. {'; '.join(texts)}")
 
 
 def _strokes(plane: _Plane, curve: Curve, look: str, error: str) -> list[str]:
     """Draw a curve with its error bars."""
-    points = sorted(curve.points, key=lambda point: point.x)
-    places = [(plane.x(point.x), plane.y(point.y)) for point in points]
+    points = sorted(curve.points, key=lambda point: point[0])
+    places = [(plane.x(x), plane.y(y)) for x, y in points]
     shapes = [svg.line(*one, *other, look) for one, other in pairwise(places)]
     if len(places) == 1:  # a single point becomes a short stroke
         ((x, y),) = places
         shapes.append(svg.line(x - 8, y, x + 8, y, look))
-    return [*shapes, *(shape for point, (x, _) in zip(points, places, strict=True) for shape in plane.bar(x, point.y, error))]
+    return [*shapes, *(shape for x, y in points for shape in plane.bar(plane.x(x), y, error))]
 
 
 def _ends(figures: Sequence[float]) -> tuple[float, float]:

@@ -14,11 +14,10 @@ from polydraft.lab.analyze.comparison import (
     TOP,
     WITH_REPLACEMENT,
     WITHOUT_REPLACEMENT,
-    clustered_mean,
-    contributions,
+    Mean,
     drawing_of,
 )
-from polydraft.lab.charts import Curve, Point, line_chart
+from polydraft.lab.charts import Curve, line_chart
 from polydraft.lab.estimate import Estimate
 from polydraft.lab.theory import acceptance, hybrid_optimum, with_replacement_optimum
 from polydraft.models.loading import Loaded, load_draft
@@ -29,25 +28,28 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 def test_the_error_of_equal_clusters_is_that_of_their_means() -> None:
     values_CX = torch.rand(7, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    mean, error = clustered_mean(values_CX.flatten(), torch.arange(7).repeat_interleave(5))
-    assert mean == pytest.approx(float(values_CX.mean()))
-    assert error == pytest.approx(float(values_CX.mean(1).std() / math.sqrt(7)))
+    mean = Mean.of(values_CX.flatten(), torch.arange(7).repeat_interleave(5))
+    assert mean.value == pytest.approx(float(values_CX.mean()))
+    assert mean.standard_error == pytest.approx(float(values_CX.mean(1).std() / math.sqrt(7)))
 
 
 def test_positions_of_one_prompt_count_less_than_as_many_prompts() -> None:
     values_R = torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 1.0], dtype=torch.float64)
-    alike, apart = clustered_mean(values_R, torch.tensor([4, 4, 4, 9, 9, 9]))[1], clustered_mean(values_R, torch.arange(6))[1]
+    prompts = torch.tensor([4, 4, 4, 9, 9, 9]), torch.arange(6)
+    alike, apart = (Mean.of(values_R, prompt_R).standard_error for prompt_R in prompts)
     assert alike is not None and apart is not None and alike > 1.5 * apart
-    assert clustered_mean(values_R, torch.zeros(6, dtype=torch.long)) == (0.5, None)
+    single = Mean.of(values_R, torch.zeros(6, dtype=torch.long))
+    assert (single.value, single.standard_error) == (0.5, None)
 
 
 def test_contributions_of_two_figures_differ_by_those_of_their_difference() -> None:
     values_XR = torch.rand(2, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     prompts_R = torch.tensor([3, 3, 3, 3, 1, 1, 7, 7, 7])
-    one, other = (contributions(values_R, prompts_R) for values_R in values_XR)
+    one, other = (Mean.of(values_R, prompts_R).by_prompt for values_R in values_XR)
     gains = [a - b for a, b in zip(one, other, strict=True)]
-    mean, error = clustered_mean(values_XR[0] - values_XR[1], prompts_R)
-    assert statistics.mean(gains) == pytest.approx(mean) and statistics.stdev(gains) / math.sqrt(3) == pytest.approx(error)
+    gain = Mean.of(values_XR[0] - values_XR[1], prompts_R)
+    assert statistics.mean(gains) == pytest.approx(gain.value)
+    assert statistics.stdev(gains) / math.sqrt(3) == pytest.approx(gain.standard_error)
 
 
 def test_every_registered_scheme_has_the_optimum_of_its_drawing() -> None:
@@ -105,9 +107,9 @@ def test_reading_side_by_side_in_pieces_is_reading_alone(
 
 
 def test_a_chart_rises_with_its_figures() -> None:
-    rising = [Point(0.5, 0.2), Point(1.0, Estimate(0.4, 0.35, 0.45)), Point(2.0, 0.7)]
+    rising = [(0.5, 0.2), (1.0, Estimate(0.4, 0.35, 0.45)), (2.0, 0.7)]
     curves = [
-        Curve("α* kind & co", "kind", [Point(0.5, 0.8)], best=True),
+        Curve("α* kind & co", "kind", [(0.5, 0.8)], best=True),
         Curve("a", "kind", rising),
         Curve("b", "other", rising),
     ]

@@ -3,7 +3,7 @@
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from polydraft.devices import is_host
 from polydraft.lab.analyze._distributions import Distributions
+from polydraft.lab.estimate import Estimate
 from polydraft.lab.theory import (
     acceptance,
     conditional_poisson_optimum,
@@ -30,6 +31,38 @@ Optimum = Callable[[Tensor, Tensor, int], Tensor]
 """`(target_probs_RV, draft_probs_RV, count) -> values_R`: the largest acceptance of each row."""
 
 
+@dataclass(frozen=True)
+class Mean:
+    """A mean over positions, of which those of one prompt are correlated."""
+
+    value: float
+    by_prompt: list[float]
+    """Contribution of each prompt: mean + C/R Σ_{i∈c} (x_i − mean) for each of C prompts c, over all R positions.
+
+    Their mean is the value. They are linear in the positions' figures, so that differences are paired.
+    """
+
+    @classmethod
+    def of(cls, values_R: Tensor, prompt_R: Tensor) -> "Mean":
+        """Average figures by position, given the prompt of each position."""
+        mean = float(values_R.mean())
+        places = {name: place for place, name in enumerate(dict.fromkeys(prompt_R.tolist()))}
+        index_R = torch.tensor([places[name] for name in prompt_R.tolist()])
+        sums_C = torch.zeros(len(places), dtype=torch.float64).index_add_(0, index_R, values_R.double() - mean)
+        return cls(mean, [mean + float(total) * len(places) / len(values_R) for total in sums_C])
+
+    @property
+    def standard_error(self) -> float | None:
+        """Standard error over prompts, linearised for prompts with different numbers of positions; None with one prompt."""
+        count = len(self.by_prompt)
+        return statistics.stdev(self.by_prompt) / math.sqrt(count) if count > 1 else None
+
+    @property
+    def estimate(self) -> Estimate:
+        """The mean with its interval."""
+        return Estimate.of_mean(self.value, self.standard_error)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Row:
     """A scheme's acceptance, and the optimum for its drafts."""
@@ -37,33 +70,34 @@ class Row:
     scheme: str
     drafts: int
     temperature: float
-    acceptance: float
+    acceptance: Mean
     """α: mean probability that one of the drafts is accepted."""
-    standard_error: float | None
-    """Standard error of α over prompts; None with a single prompt."""
-    optimum: float | None
-    """α*: the largest acceptance of any exact verifier for drafts drawn this way; None if unknown."""
-    optimum_standard_error: float | None
-    """Standard error of α* over prompts."""
-    gap: float | None
-    """α* − α."""
-    gap_standard_error: float | None
-    """Standard error of the gap, paired by position, so that shared variation cancels."""
     drawing: str | None
     """How the drafts are drawn."""
-    paper_bound: float | None = None
+    optimum: Mean | None = None
+    """α*: the largest acceptance of any exact verifier for drafts drawn this way; None if unknown."""
+    gap: Mean | None = None
+    """α* − α, paired by position, so that shared variation cancels."""
+    paper_bound: Mean | None = None
     """The paper's α*, which for distinct drafts belongs to another way of drawing."""
-    paper_bound_standard_error: float | None = None
-    acceptance_by_prompt: list[float]
-    """Contribution of each prompt to α: their mean is α, and the standard error of their mean is that of α."""
-    optimum_by_prompt: list[float] | None = None
 
     def as_dict(self, *, paper_bound: bool, by_prompt: bool = False) -> dict[str, Any]:
-        """Return the fields by name, with or without the paper's bound and the prompts' contributions."""
-        fields = asdict(self)
-        left_out = [] if paper_bound else ["paper_bound", "paper_bound_standard_error"]
-        left_out += [] if by_prompt else ["acceptance_by_prompt", "optimum_by_prompt"]
-        return {name: value for name, value in fields.items() if name not in left_out}
+        """Return figures and standard errors by name, with or without the paper's bound and the prompts' contributions."""
+        found: dict[str, Any] = {
+            **{"scheme": self.scheme, "drafts": self.drafts, "temperature": self.temperature},
+            **_figures("acceptance", "standard_error", self.acceptance),
+            **_figures("optimum", "optimum_standard_error", self.optimum),
+            **_figures("gap", "gap_standard_error", self.gap),
+            "drawing": self.drawing,
+            **(_figures("paper_bound", "paper_bound_standard_error", self.paper_bound) if paper_bound else {}),
+        }
+        for name, mean in (("acceptance", self.acceptance), ("optimum", self.optimum)) if by_prompt else ():
+            found[f"{name}_by_prompt"] = None if mean is None else mean.by_prompt
+        return found
+
+
+def _figures(name: str, error: str, mean: Mean | None) -> dict[str, float | None]:
+    return {name: None, error: None} if mean is None else {name: mean.value, error: mean.standard_error}
 
 
 @dataclass(frozen=True)
@@ -127,36 +161,20 @@ class Comparison:
         # Each row has its own generator, so its figures do not depend on which other rows are computed.
         generator = torch.Generator().manual_seed(self._seed % 2**32)
         value_R = self._over_rows(lambda one, other: acceptance(scheme, one, other, count, generator=generator).value_R)
-        drawing = drawing_of(scheme)
-        mean, error = clustered_mean(value_R, self._distributions.prompt_R)
-        optimum = optimum_error = gap = gap_error = optimum_by_prompt = None
-        if drawing is not None:
-            optimum_R = self._optimum(drawing.optimum, count)
-            optimum, optimum_error = clustered_mean(optimum_R, self._distributions.prompt_R)
-            gap, gap_error = clustered_mean(optimum_R - value_R, self._distributions.prompt_R)
-            optimum_by_prompt = contributions(optimum_R, self._distributions.prompt_R)
-        bound, bound_error = self._published(drawing, count)
-        return Row(
-            scheme=name,
-            drafts=count,
-            temperature=self._temperature,
-            acceptance=mean,
-            standard_error=error,
-            optimum=optimum,
-            optimum_standard_error=optimum_error,
-            gap=gap,
-            gap_standard_error=gap_error,
-            drawing=None if drawing is None else drawing.name,
-            paper_bound=bound,
-            paper_bound_standard_error=bound_error,
-            acceptance_by_prompt=contributions(value_R, self._distributions.prompt_R),
-            optimum_by_prompt=optimum_by_prompt,
+        drawing, prompt_R = drawing_of(scheme), self._distributions.prompt_R
+        acceptances = Mean.of(value_R, prompt_R)
+        row = Row(scheme=name, drafts=count, temperature=self._temperature, acceptance=acceptances, drawing=None)
+        if drawing is None:
+            return row
+        optimum_R = self._optimum(drawing.optimum, count)
+        published = drawing.published if self._paper_bound else None
+        return replace(
+            row,
+            drawing=drawing.name,
+            optimum=Mean.of(optimum_R, prompt_R),
+            gap=Mean.of(optimum_R - value_R, prompt_R),
+            paper_bound=None if published is None else Mean.of(self._optimum(published, count), prompt_R),
         )
-
-    def _published(self, drawing: Drawing | None, count: int) -> tuple[float | None, float | None]:
-        if not self._paper_bound or drawing is None or drawing.published is None:
-            return None, None
-        return clustered_mean(self._optimum(drawing.published, count), self._distributions.prompt_R)
 
     def _optimum(self, optimum: Optimum, count: int) -> Tensor:
         """Return an optimum, computed once for all schemes that share it."""
@@ -195,24 +213,6 @@ def work(names: tuple[str, ...], counts: tuple[int, ...], paper_bound: bool) -> 
                 if paper_bound and drawing.published is not None:
                     passes.add((drawing.published, count))
     return len(passes)
-
-
-def clustered_mean(values_R: Tensor, cluster_R: Tensor) -> tuple[float, float | None]:
-    """Return the mean of all values and its standard error over clusters, which is None for a single cluster.
-
-    The error is √(C/(C − 1) Σ_c (Σ_{i∈c} (x_i − mean))²)/R, linearised for clusters of different sizes.
-    """
-    parts, mean = contributions(values_R, cluster_R), float(values_R.mean())
-    return mean, statistics.stdev(parts) / math.sqrt(len(parts)) if len(parts) > 1 else None
-
-
-def contributions(values_R: Tensor, cluster_R: Tensor) -> list[float]:
-    """Return mean + C/R Σ_{i∈c} (x_i − mean) for each cluster c; linear in the values, so that differences are paired."""
-    mean = float(values_R.mean())
-    places = {name: place for place, name in enumerate(dict.fromkeys(cluster_R.tolist()))}
-    index_R = torch.tensor([places[name] for name in cluster_R.tolist()])
-    sums_C = torch.zeros(len(places), dtype=torch.float64).index_add_(0, index_R, values_R.double() - mean)
-    return [mean + float(total) * len(places) / len(values_R) for total in sums_C]
 
 
 def _own_optimum(scheme: Hybrid) -> Optimum:

@@ -7,8 +7,7 @@ from enum import StrEnum
 from pathlib import Path
 
 from polydraft.lab.analyze.comparison import Row
-from polydraft.lab.charts import Curve, Point, line_chart
-from polydraft.lab.estimate import Estimate
+from polydraft.lab.charts import Curve, line_chart
 from polydraft.output import cannot_write, write_text
 
 _REMEDY = "free some space or choose another --out, and run again"
@@ -77,11 +76,10 @@ def curves(sweep: Sweep, rows: Sequence[Row]) -> list[Curve]:
         kinds.setdefault(row.drawing or "other", {}).setdefault(row.scheme, []).append(row)
     result = []
     for kind, schemes in kinds.items():
-        best = {sweep.place(row): row.optimum for group in schemes.values() for row in group if row.optimum is not None}
+        best = {sweep.place(row): row.optimum.value for group in schemes.values() for row in group if row.optimum is not None}
         if best:
-            result.append(Curve(f"α* {kind}", kind, [Point(x, y) for x, y in sorted(best.items())], best=True))
+            result.append(Curve(f"α* {kind}", kind, sorted(best.items()), best=True))
         result += [
-            Curve(name, kind, [Point(sweep.place(row), Estimate.of_mean(row.acceptance, row.standard_error)) for row in group])
-            for name, group in schemes.items()
+            Curve(name, kind, [(sweep.place(row), row.acceptance.estimate) for row in group]) for name, group in schemes.items()
         ]
     return result

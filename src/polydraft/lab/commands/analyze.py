@@ -132,14 +132,9 @@ def _table(analysis: "Analysis", rows: Sequence["Row"], size: "SampleSize") -> T
 
 
 def _cells(row: "Row", paper_bound: bool) -> list[str]:
-    pairs = [(row.acceptance, row.standard_error), (row.optimum, row.optimum_standard_error), (row.gap, row.gap_standard_error)]
-    pairs += [(row.paper_bound, row.paper_bound_standard_error)] if paper_bound else []
-    return [_figure(*pair) for pair in pairs]
+    means = (row.acceptance, row.optimum, row.gap, *([row.paper_bound] if paper_bound else []))
+    return ["-" if mean is None else _figure(mean.value, mean.standard_error) for mean in means]
 
 
-def _figure(value: float | None, error: float | None) -> str:
-    if value is None:
-        return "-"
-    # Rounding errors turn 0 into some 1e-17 of either sign.
-    written = f"{value if abs(value) >= 5e-5 else 0.0:.4f}"
-    return written if error is None else f"{written} ±{error:.4f}"
+def _figure(value: float, error: float | None) -> str:
+    return f"{value:z.4f}" if error is None else f"{value:z.4f} ±{error:.4f}"  # z: no minus sign on a figure that rounds to 0
