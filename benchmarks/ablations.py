@@ -3,9 +3,9 @@
     python benchmarks/ablations.py --prompts-train train_prompts.jsonl.gz --prompts spec_bench.jsonl --folder build/ablations
 
 The target writes the text once; then each variant is trained from scratch in a process of its own, by what `polydraft train
-head` calls, with the same seed, steps and batches, and decodes the prompts. Variants come in order of importance, several at a
-time. `--folder` keeps everything: started again, the script leaves out what is done and goes on with the rest. `± s.e.` is of
-the difference from the default over prompts, which all variants share; what another seed changes is the first line to look at.
+head` calls, with the same seed, steps and batches, and decodes the prompts. Variants run in order of importance, several at a
+time. `--folder` keeps everything: started again, the script skips finished variants and continues with the rest. `± s.e.` is
+the standard error over prompts of the difference from the default. `another seed` shows how much chance alone changes.
 """
 
 import argparse
@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--verifier", default="hybrid+block", help="scheme+walk")
     parser.add_argument("--temperatures", type=float, nargs="+", default=[0.0, 1.0])
     parser.add_argument("--parallel", type=int, default=3, help="variants at a time")
-    parser.add_argument("--minutes", type=float, default=9.0, help="for everything; what runs then is cut off")
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything; variants still running then are stopped")
     parser.add_argument("--variant-minutes", type=float, default=5.0)
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -106,7 +106,7 @@ def main() -> None:
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """Declare what every experiment that trains heads takes."""
-    parser.add_argument("--prompts-train", default="builtin", help="prompts that the target answers to be learnt from")
+    parser.add_argument("--prompts-train", default="builtin", help="prompts whose answers, by the target, heads learn from")
     parser.add_argument("--prompts", default="builtin", help="prompts to measure on")
     parser.add_argument("--folder", type=Path, required=True, help="for text, heads, logs and results")
     parser.add_argument("--target", default="smollm2")
@@ -116,16 +116,16 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--smoke", action="store_true", help="tiny sizes: does it run?")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, to test that it runs")
 
 
 # ------------------------------------------------------------------------------------------------ one process per variant
 
 
 def run_all(options: argparse.Namespace) -> None:
-    """Start one process after the other, and put down what each has found as it ends."""
+    """Run each variant in a process of its own, and save the results as they come in."""
     deadline = time.monotonic() + 60 * options.minutes
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # leave no process behind
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # leave no process behind
     options.folder.mkdir(parents=True, exist_ok=True)
     chosen = [variant for variant in VARIANTS if options.only is None or variant.name in options.only]
     waiting = [variant.name for variant in chosen if "done" not in result_of(options, variant.name)]
@@ -186,7 +186,7 @@ def keep(file: Path, found: dict) -> None:
 
 
 def gather(options: argparse.Namespace, chosen: list[Variant]) -> dict:
-    """Write all that is known so far, also of variants that have not ended."""
+    """Save all results so far, those of unfinished variants included."""
     asked = {key: str(value) for key, value in vars(options).items() if key not in ("folder", "json", "child")}
     results = {variant.name: found for variant in chosen if (found := result_of(options, variant.name))}
     keep(options.json or options.folder / "ablations.json", {"options": asked, "variants": results})
@@ -247,7 +247,7 @@ def corpus_file(options: argparse.Namespace, name: str) -> Path:
 
 
 def read_corpus(options: argparse.Namespace, name: str, target) -> Corpus:
-    """Read a corpus of the folder; the first to ask for it has it made."""
+    """Read a corpus from the folder; make it if it is missing."""
     file = corpus_file(options, name)
     if not file.exists():
         settings, start = settings_for(options), time.perf_counter()
@@ -266,7 +266,7 @@ def read_corpus(options: argparse.Namespace, name: str, target) -> Corpus:
 
 
 def train_variant(variant: Variant, out: Path, options: argparse.Namespace, device, dtype) -> list[dict]:
-    """Train a head as the command line does, on text that is there already; return its acceptance on held-out text."""
+    """Train a head as the command line does, on an existing corpus; return its acceptance on held-out text."""
     target = load_model(options.target, device, dtype, invariant=False)
     corpus = read_corpus(options, variant.text, target)
     if not (out / "training" / "corpus.safetensors").exists():
@@ -290,7 +290,7 @@ def train_variant(variant: Variant, out: Path, options: argparse.Namespace, devi
 
 
 def balanced(options: argparse.Namespace) -> dict[str, list[str]]:
-    """Return as many prompts of each kind; all of MT-bench is one kind."""
+    """Return equally many prompts of each kind; all of MT-bench is one kind."""
     kinds: dict[str, list[str]] = {}
     for prompt in load_prompts(options.prompts, 10**9):  # with a limit they come in turn, one of each category
         kinds.setdefault("MT-bench" if prompt.category in MT_BENCH else prompt.category, []).append(prompt.text)

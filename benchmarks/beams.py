@@ -4,7 +4,7 @@ python benchmarks/beams.py --prompts PROMPTS
 python benchmarks/beams.py --target inflated:13b --draft smollm2-head --device cuda --prompts PROMPTS --limit 16
 
 An arm takes all prompts one after the other, so that energy counters, which tick slowly, mean something. Arms take turns; a
-first turn, in which passes are captured, does not count. Times leave the reading of prompts out, energy does not. The gain of
+first turn, in which passes are captured, does not count. Times exclude prefill, energy includes it. The gain of
 an arm is its speed over that of the last plain one above it. Names of arms: `search`, `search:16x4` (width x depth of drafts),
 `search:16x4,twins`, `sample`, `sample:16x3`, `sample:6x3,threshold=0.7,min_width=2,beams=3`, `sample:16x4,draws=iid`.
 """

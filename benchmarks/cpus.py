@@ -43,7 +43,7 @@ def measure(dtype: str, temperature: float, arms: dict[str, Decoder], prompts: l
     spent = dict.fromkeys(["hf", *arms], 0.0)
     made = dict.fromkeys(["hf", *arms], 0)
     passes, same = dict.fromkeys(arms, 0), 0
-    for turn, prompt in enumerate([prompts[0], *prompts]):  # the first time is not like the others
+    for turn, prompt in enumerate([prompts[0], *prompts]):  # the first text only warms up
         if dtype != "int8":
             count, seconds = hugging_face(arms["plain"], prompt, temperature, tokens if turn else 8)
             made["hf"], spent["hf"] = made["hf"] + count * bool(turn), spent["hf"] + seconds * bool(turn)

@@ -1,4 +1,4 @@
-"""The engine on one GPU: how near a round is to the hardware's limit, piece by piece, and what it gives end to end.
+"""The engine on one GPU: how close each part of a round is to the hardware's limits, and speed end to end.
 
 python benchmarks/gpu.py                      # everything, under 8 minutes on an H200
 python benchmarks/gpu.py --only limits parts  # some of it
@@ -40,7 +40,7 @@ SHAPE_7B = {"hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers"
 SHAPE_135M = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
               "num_key_value_heads": 3, "vocab_size": 49152}  # fmt: skip
 _PROCESSES = 15
-"""That the GPU tests run in."""
+"""Number of processes for the GPU tests."""
 OPTIONS = argparse.Namespace()
 
 
@@ -95,7 +95,7 @@ def limits() -> dict[str, float]:
 
 
 def invariant() -> dict[str, float]:
-    """What it costs that a token has the bits it has alone, and what it brings: passes, prompts, and greedy texts of trees."""
+    """Compare batch-invariant passes with usual ones: times, and how many greedy texts equal plain decoding's."""
     rows: dict[str, float] = {}
     for name, shape in {"7B": SHAPE_7B, "135M": SHAPE_135M}.items():
         target = random_model(shape)
@@ -111,7 +111,7 @@ def invariant() -> dict[str, float]:
         for key in times:
             usual, own = (rows[f"{name} {kind} {key}"] for kind in bodies)
             print(f"{name:5} {key:20} usual {usual:8.3f} ms, invariant {own:8.3f} ms ({own / usual:.3f})", flush=True)
-    # A random model with its own first layers as a draft; its first tokens of random prompts are as near to ties as any.
+    # A random model with its own first layers as a draft; the first tokens after random prompts are often near-ties.
     target = random_model({**SHAPE_7B, "num_hidden_layers": 8, "initializer_range": 0.03})
     generator = torch.Generator().manual_seed(0)
     prompts = [
@@ -261,7 +261,7 @@ def random_model(shape: dict[str, int]) -> HFModel:
 
 
 def random_head(target: HFModel) -> object:
-    """A head of the shipped one's sizes; its distributions are not real, its cost is."""
+    """Return a random head of the shipped one's size: its cost is real, its distributions are not."""
     sizes = {"num_heads": 9, "num_key_heads": 3, "head_size": 64, "mlp_size": 1536, "window": 384}
     shape = HeadShape(hidden_size=target.hidden_size, taps=(10, 20), **sizes)
     target.tap(shape.taps)

@@ -52,7 +52,7 @@ def main() -> None:
 def show(name: str, decoder: Decoder, prompts: list[list[int]], sampling: SamplingParams, options: argparse.Namespace) -> None:
     """Print what the rounds of one kind consist of."""
     decoder.warm_up(sampling=sampling, batch_size=len(prompts), longest=900)
-    started(decoder, prompts, sampling).close()  # meets what was not rehearsed
+    started(decoder, prompts, sampling).close()  # captures what the warm-up did not
     stream = started(decoder, prompts, sampling)
     run: Engine = stream.engine
     start = time.perf_counter()

@@ -1,4 +1,4 @@
-"""What a GPU gives end to end: texts one at a time, in batches, and against Hugging Face's. `benchmarks/gpu.py` runs it."""
+"""End-to-end speed on a GPU: single texts, batches, and Hugging Face. `benchmarks/gpu.py` runs it."""
 
 import argparse
 import statistics
@@ -22,7 +22,7 @@ from polydraft.trees import parse_dynamic, parse_tree
 from polydraft.tune.contest import speedup_interval
 
 TREES = ("default", "4x2x2x1x1", "dynamic:64")
-"""What the end-to-end run tries if not told otherwise."""
+"""What the end-to-end run tries by default."""
 ALIKE = ("default", "chain:5", "3x2x1x1x1", "4x2x2x1x1", "best:64x6", "dynamic:64")
 """Trees whose greedy texts are compared with plain decoding's."""
 _WARM = 3
@@ -102,7 +102,7 @@ def paired(arm: list[Stats], arm_seconds: list[float], plain: list[Stats], plain
 
 
 def drafter_of(spec: str, head: FeatureHead, plain: Decoder) -> Drafter:
-    """Make a tree, with a scheme if wished, and so many candidates from n-grams beside it: 4x2x1,top or 4x2x1+32 or none+63.
+    """Make a tree, with a scheme if wished, and candidates from n-grams beside it: 4x2x1,top or 4x2x1+32 or none+63.
 
     Names of n-gram drafters stand for themselves: self-draft, suffix+corpus.
     """

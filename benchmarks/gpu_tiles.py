@@ -3,7 +3,7 @@
     python benchmarks/gpu_tiles.py [--rows 64 80 128 144 256] [--shapes 7B] [--json tiles.json]
     python benchmarks/gpu_tiles.py --attention [--contexts 300 2000] [--nodes 24 28 64] [--batches 1 16] [--shapes 7B 135M]
 
-Tiles change no bits (tests/gpu/test_invariant.py looks), so the fastest may be chosen by number of rows: see `plan_product`.
+Tiles change no bits (tests/gpu/test_invariant.py checks), so the fastest may be chosen by number of rows: see `plan_product`.
 Kernels are compiled first, in several processes; then each is captured and timed alone, with weights that no cache holds.
 With `--attention`, so are plans of attention over trees (`plan_attend`), with keys that no cache holds.
 """
@@ -55,7 +55,7 @@ HEADS = {"7B": (32, 32, 128), "1.5B": (12, 2, 128), "135M": (9, 3, 64)}
 """Heads of queries and of keys, and their channels."""
 _SPLIT = _invariant._SPLIT_CHANNELS
 _COPIES_BYTES = 2**28
-"""Weights are many copies of one, so many bytes of them, which take turns: none is in a cache when it is read."""
+"""Total size of the copies of a weight, which take turns, so that none is in a cache when it is read."""
 
 
 def main() -> None:
@@ -97,7 +97,7 @@ def products(options: argparse.Namespace) -> list[dict]:
 
 
 def tiles_for(rows: int, shape: tuple[int, int]) -> list[Tile]:
-    """Return the tiles that may do well."""
+    """Return promising tiles."""
     room, tiles = 227 * 2**10, [plan_product(rows, *shape, torch.bfloat16, 227 * 2**10)]
     splits = splits_of(*shape)
     width = shape[1] if splits == 1 else math.ceil(shape[1] / splits / _SPLIT) * _SPLIT  # channels of a split
@@ -117,7 +117,7 @@ def compiles(job: tuple[tuple[int, int], int, Tile]) -> bool:
     inputs = torch.zeros(1, rows, channels, dtype=torch.bfloat16, device="cuda")
     try:
         invariant_parts(inputs, torch.zeros(outputs, channels, dtype=torch.bfloat16, device="cuda"), None, tile=tile)
-    except Exception as error:  # out of registers or shared memory: whatever Triton says, it is no tile for us
+    except Exception as error:  # out of registers or shared memory, which Triton reports in many ways
         print(f"{tile}: {type(error).__name__}", flush=True)
         return False
     return True
@@ -210,14 +210,14 @@ class AttentionCase:
 
 
 class Skipped:
-    """Stands for a kernel that is not to run, so that others are timed without it."""
+    """Replaces a kernel by nothing, so that others are timed without it."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return lambda *arguments, **options: None
 
 
 def plans_for(case: AttentionCase) -> list[AttendPlan]:
-    """Return the plans that may do well, today's first."""
+    """Return promising plans, the current one first."""
     plans = [case.plan()]
     for lines, keys, warps, stages in itertools.product((16, 32, 64), (32, 64, 128), (2, 4, 8), (2, 3, 4)):
         small, tall = lines == 16, lines == 64

@@ -39,7 +39,7 @@ def exact_distribution(model: TabularModel, prompt: list[int]) -> torch.Tensor:
 
 
 def distance(decoder: Decoder, distribution: torch.Tensor, prompt: list[int], seed: int) -> float:
-    """Total variation between the distribution and so many sampled texts."""
+    """Total variation between the distribution and sampled texts."""
     counts = torch.zeros_like(distribution)
     for result in decoder.generate([prompt] * SAMPLES, max_new_tokens=TOKENS, seed=seed):
         counts[tuple(result.token_ids)] += 1

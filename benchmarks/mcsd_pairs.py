@@ -1,4 +1,4 @@
-"""Prepare MCSD's real pairs, and measure them. What is done is not done again: start it again to go on.
+"""Prepare MCSD's real pairs, and measure them. Finished steps are skipped: start it again to continue.
 
 python benchmarks/mcsd_pairs.py --prompts DIR --out results/mcsd
 
@@ -34,7 +34,7 @@ def main() -> None:
         train(f"{FOLDER}/qwen-draft-{name}", "--target", QWEN, *sizes, *place)
     if not Path(STORIES).exists():
         convert(Path(f"{STORIES}.bin"), Path(TINY_LLAMA), Path(STORIES))
-    # A quarter of the steps that a new draft takes, at a tenth of the rate: it has learned to speak.
+    # A quarter of the steps that a new draft takes, at a tenth of the rate, because it can already write.
     gentle = ("--steps", "600", "--learning-rate", "1e-4")
     train(STORIES_TUNED, "--target", TINY_LLAMA, "--start", STORIES, *gentle, *place)
     results = ("--reproduce", "mcsd", "--size", "page", "--prompts", options.prompts, "--out", options.out)
@@ -42,7 +42,7 @@ def main() -> None:
 
 
 def train(out: str, *options: str) -> None:
-    """Train a draft, or go on with it; its card is written last."""
+    """Train a draft, or continue its training; its card is written last."""
     if not Path(out, "README.md").exists():
         polydraft("train", "draft", "--out", out, *options, "--resume")
 
@@ -98,7 +98,7 @@ def read_llama2c(weights: Path) -> LlamaForCausalLM:
         num_attention_heads=heads,
         num_key_value_heads=key_heads,
         vocab_size=abs(vocabulary),
-        # It learned shorter texts; rotary positions go on beyond them.
+        # It was trained on shorter texts; rotary positions extend beyond them.
         max_position_embeddings=max(positions, 2048),
         tie_word_embeddings=vocabulary > 0,
         rms_norm_eps=1e-5,

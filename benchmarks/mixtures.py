@@ -4,7 +4,7 @@ python benchmarks/mixtures.py --target inflated:7b --prompts spec_bench.jsonl --
 
 Each cell is a number of clients that ask again as soon as they are answered. Their texts have one of four choices of
 temperature, and one of six kinds: alike, with seeds, short and long, half with a penalty, half with a grammar, or all of it.
-Texts may end early, so tokens are counted as they come. Arms in turn, laps of both; the ratio is of the medians.
+Texts may end early, so tokens are counted as they come. Arms alternate, lap by lap; the ratio is that of their medians.
 """
 
 import argparse
@@ -108,7 +108,7 @@ async def measured(options: argparse.Namespace, decoder: Decoder, prompts: list[
         for name, temperatures in TEMPERATURES.items():
             cell = Cell(temperatures, parts, options.tokens)
             rates: dict[str, list[float]] = {arm: [] for arm in arms}
-            for lap in range(options.laps + 1):  # the first lap meets what was not rehearsed
+            for lap in range(options.laps + 1):  # the first lap captures what the warm-up did not
                 for arm, scheduler in schedulers.items():
                     start = time.perf_counter()
                     clients = [ask(scheduler, arm, cell, prompts, one, options.turns, rules) for one in range(options.streams)]

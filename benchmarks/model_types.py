@@ -192,14 +192,14 @@ def try_type(model_type: str) -> Verdict:
         return dataclasses.replace(verdict, result=WRONG, note="second turn")
     if rows == plain:
         return verdict
-    # Some models do other things in a padded batch than alone.
+    # Some models write other texts in a padded batch than alone.
     if rows == texts(model, batch):
         return dataclasses.replace(verdict, note="in a padded batch as `generate` there, which differs from its texts alone")
     return dataclasses.replace(verdict, result=WRONG, note=f"rows {[a == b for a, b in zip(rows, plain, strict=True)]}")
 
 
 def second_turn(singles: list[dict[str, torch.Tensor]], plain: list[list[int]]) -> dict[str, torch.Tensor]:
-    """Return a text, what the model said to it, and another text."""
+    """Return the first prompt, the beginning of its answer, and a second prompt."""
     said_BT = torch.tensor([plain[0][: NEW_TOKENS // 3]])
     ids_BT = torch.cat([singles[0]["input_ids"], said_BT, singles[1]["input_ids"][:, :7]], dim=1)
     return {"input_ids": ids_BT, "attention_mask": torch.ones_like(ids_BT)}
@@ -215,7 +215,7 @@ def bare_text(model: Any, inputs: dict[str, torch.Tensor]) -> list[int]:
 
 
 def _weakness(plain: list[list[int]], tokens_per_pass: float) -> str:
-    """Say where a text shows little."""
+    """Say why equal texts may prove little."""
     few = max(len(set(row)) for row in plain) < 4
     return "hardly a text: the random model repeats itself" if few else "no draft was accepted" if tokens_per_pass <= 1 else ""
 

@@ -80,7 +80,7 @@ def main() -> None:
     with torch.inference_mode():
         for _ in range(options.repeat):
             for key, call in [*passes.items(), *(((name, 0), call) for name, call in streams.items())]:
-                call()  # what other arms have left in the caches and the clock
+                call()  # undoes what other arms did to caches and clock speed
                 start = time.perf_counter()
                 call()
                 least[key] = min(least.get(key, float("inf")), 1e3 * (time.perf_counter() - start))

@@ -143,7 +143,7 @@ def graph_time(verify: Callable[[], Verdict]) -> float | None:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for what was begun."""
+    """Wait for the device."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
