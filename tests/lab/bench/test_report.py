@@ -9,8 +9,9 @@ import pytest
 from sample_results import TEXT, sample_results
 
 from polydraft.lab.bench.report import render, write_report
-from polydraft.lab.bench.report._charts import levels_of, rows_of
+from polydraft.lab.bench.report._charts import rows_of
 from polydraft.lab.svg import Scale
+from polydraft.trees import Topology
 
 EVIL = "</script><script>alert('x')</script><b>&\"'\x00"
 VOID = {"meta", "link", "input", "br", "img"}
@@ -134,9 +135,7 @@ def test_sparse_results_make_a_page(tmp_path, change):
 
 
 def test_tree_layout():
-    parents = [0, 0, 0, 1, 1, 2]
-    assert levels_of(parents) == [0, 1, 1, 2, 2, 2]
-    assert rows_of(parents) == [1.25, 0.5, 2.0, 0.0, 1.0, 2.0]
+    assert rows_of(Topology((0, 0, 0, 1, 1, 2))) == [1.25, 0.5, 2.0, 0.0, 1.0, 2.0]
 
 
 def test_ticks_are_round_and_inside():

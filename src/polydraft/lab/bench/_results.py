@@ -1,5 +1,6 @@
 """Summarise measurements as `results.json` (docs/bench-results.md)."""
 
+import datetime
 import json
 import statistics
 from collections import Counter, defaultdict
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from polydraft.lab.bench import BASELINE
+from polydraft.lab.bench import BASELINE, SCHEMA
 from polydraft.lab.bench._runner import EnergyBlock, Measurement
 from polydraft.lab.bench.report import write_report
 from polydraft.lab.estimate import LEAST_PROMPTS
@@ -63,10 +64,13 @@ def _likelihoods(measurements: Sequence[Measurement], prompts: Sequence[str]) ->
     return [found.get(prompt) for prompt in prompts] if found else []
 
 
-def write_results(results: dict[str, Any], folder: Path) -> None:
-    """Write `results.json` and `report.html` into a folder that exists."""
+def write_results(folder: Path, command: list[str], revision: str | None, **parts: Any) -> dict[str, Any]:
+    """Write `results.json` and `report.html` into a folder that exists; return the results."""
+    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    results = {"schema": SCHEMA, "created": created, "command": command, "git_revision": revision, **parts}
     write_text(folder / "results.json", json.dumps(results, indent=1, ensure_ascii=False))
     write_report(results, folder / "report.html")
+    return results
 
 
 class _Prompt:

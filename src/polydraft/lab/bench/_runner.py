@@ -14,6 +14,7 @@ from polydraft.engine import Stats
 from polydraft.errors import FailureError, PolydraftError
 from polydraft.lab.bench.meters import EnergyMeter, MemoryMeter, synchronised_clock
 from polydraft.lab.bench.method import Method, Token
+from polydraft.lab.bench.options import BenchOptions
 from polydraft.output import cannot_write, check_folder, keep_settings
 from polydraft.prompts import Prompt
 
@@ -137,17 +138,14 @@ class Runner:
         self,
         methods: Sequence[Method],
         prompts: Sequence[tuple[Prompt, list[int]]],
-        *,
-        repeat: int,
-        seed: int,
+        options: BenchOptions,
         device: torch.device,
-        batch: int,
-        energy_seconds: float,
+        *,
         likelihood: Callable[[list[int], list[int]], float] | None,
         grade: Callable[[Prompt, list[int]], bool | None],
     ) -> None:
-        self.methods, self.prompts, self.repeat, self.seed = list(methods), list(prompts), repeat, seed
-        self._device, self._batch, self._energy_seconds = device, batch, energy_seconds
+        self.methods, self.prompts, self.repeat, self.seed = list(methods), list(prompts), options.repeat, options.seed
+        self._device, self._batch, self._energy_seconds = device, options.batch, options.energy_seconds
         self._likelihood, self._grade = likelihood, grade
         self._memory, self._energy = MemoryMeter(device), EnergyMeter(device)
         self._warm: set[str] = set()

@@ -1,7 +1,6 @@
 """A whole benchmark: load models and prompts, measure, summarise, write the files."""
 
 import dataclasses
-import datetime
 import importlib.metadata
 import platform
 import re
@@ -18,7 +17,7 @@ from polydraft.certify.greedy_identity import Likeness, check_room, likeness_of
 from polydraft.defaults import default_draft
 from polydraft.devices import dtype_name
 from polydraft.engine import Decoder
-from polydraft.lab.bench import BASELINE, SCHEMA
+from polydraft.lab.bench import BASELINE
 from polydraft.lab.bench._results import summarise, write_results
 from polydraft.lab.bench._runner import EnergyBlock, Journal, Measurement, Runner
 from polydraft.lab.bench.meters import git_revision, machine
@@ -88,11 +87,8 @@ class BenchSession:
         self.runner = Runner(
             self.methods,
             encoded,
-            repeat=options.repeat,
-            seed=options.seed,
-            device=device,
-            batch=options.batch,
-            energy_seconds=options.energy_seconds,
+            options,
+            device,
             likelihood=self._likelihood if options.log_likelihood else None,
             grade=self._grade,
         )
@@ -114,14 +110,10 @@ class BenchSession:
         journal = Journal(out, dataclasses.asdict(self.options), resume)
         begin()
         self.runner.run(journal, progress)
-        results = self.results(list(journal), command, journal.blocks())
-        write_results(results, out)
-        return results
+        return write_results(out, command, git_revision(), **self._results(list(journal), journal.blocks()))
 
-    def results(
-        self, measurements: list[Measurement], command: list[str], energy: Sequence[EnergyBlock] = ()
-    ) -> dict[str, Any]:
-        """Return the contents of `results.json`, which docs/bench-results.md describes."""
+    def _results(self, measurements: list[Measurement], energy: Sequence[EnergyBlock]) -> dict[str, Any]:
+        """Return the contents of `results.json`, which docs/bench-results.md describes, but for what `write_results` adds."""
         options, model = self.options, self.loaded.model
         categories: dict[str, int] = {}
         for prompt, _ in self.prompts:
@@ -129,10 +121,6 @@ class BenchSession:
         likeness = self._likeness(measurements)
         versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers")}
         return {
-            "schema": SCHEMA,
-            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "command": command,
-            "git_revision": git_revision(),
             "machine": machine(model.device),
             "versions": {"polydraft": polydraft.__version__, "python": platform.python_version(), **versions},
             "settings": {

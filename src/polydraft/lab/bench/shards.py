@@ -1,6 +1,5 @@
 """Shards of a benchmark: split its prompts between processes, and join their results."""
 
-import datetime
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +8,7 @@ from typing import Any, TypeVar
 
 from polydraft.certify.greedy_identity import Likeness
 from polydraft.errors import UsageError
-from polydraft.lab.bench import BASELINE, SCHEMA
+from polydraft.lab.bench import BASELINE
 from polydraft.lab.bench._results import summarise, write_results
 from polydraft.lab.bench._runner import Journal, Measurement, read_measurements
 from polydraft.lab.bench.diff import load_results
@@ -111,21 +110,18 @@ def merge_shards(out: Path, folders: Sequence[Path], command: list[str]) -> dict
     journal = Journal(out, {**first.settings, "shard": f"all/{count}"}, resume=False)
     for measurement in measurements:
         journal.add(measurement)
-    results = {
-        "schema": SCHEMA,
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "command": command,
-        "git_revision": _revisions(parts),
-        "machine": {**first.results["machine"], "shards_side_by_side": count},
-        "versions": first.results["versions"],
-        "settings": {**_shared_settings(first), "prompts": _prompts(parts, measurements)},
-        "methods": summarise(measurements, list(first.results["methods"]), _likeness(parts)),
-        "differing": [one for part in parts for one in part.results["differing"]],
-        "trees": first.results["trees"],
-        "samples": _samples(parts),
-    }
-    write_results(results, out)
-    return results
+    return write_results(
+        out,
+        command,
+        _revisions(parts),
+        machine={**first.results["machine"], "shards_side_by_side": count},
+        versions=first.results["versions"],
+        settings={**_shared_settings(first), "prompts": _prompts(parts, measurements)},
+        methods=summarise(measurements, list(first.results["methods"]), _likeness(parts)),
+        differing=[one for part in parts for one in part.results["differing"]],
+        trees=first.results["trees"],
+        samples=_samples(parts),
+    )
 
 
 def _check(parts: Sequence[Part]) -> None:

@@ -9,6 +9,7 @@ from polydraft.lab import svg
 from polydraft.lab.bench import BASELINE
 from polydraft.lab.bench.report import values
 from polydraft.lab.svg import escape
+from polydraft.trees import Topology
 
 Figures = Mapping[str, Any]
 
@@ -312,38 +313,27 @@ def _free_line(methods: Mapping[str, Figures], x: svg.Scale, y: svg.Scale) -> li
     return [svg.line(x.x(x.low), _height(y, speed * x.low), x.x(end), _height(y, speed * end), "free")]
 
 
-def levels_of(parents: Sequence[int]) -> list[int]:
-    """Return the depth of each node; parents come before their children."""
-    depths = [0]
-    for node in range(1, len(parents)):
-        depths.append(depths[parents[node]] + 1)
-    return depths
-
-
-def rows_of(parents: Sequence[int]) -> list[float]:
+def rows_of(tree: Topology) -> list[float]:
     """Return the row of each node: leaves in order, every other node in the middle of its children."""
-    children: list[list[int]] = [[] for _ in parents]
-    for node in range(1, len(parents)):
-        children[parents[node]].append(node)
     order, stack = [], [0]
     while stack:  # depth first, so that branches do not cross
         node = stack.pop()
         order.append(node)
-        stack.extend(reversed(children[node]))
-    rows, leaves = [0.0] * len(parents), 0
+        stack.extend(reversed(tree.children[node]))
+    rows, leaves = [0.0] * tree.num_nodes, 0
     for node in order:
-        if not children[node]:
+        if not tree.children[node]:
             rows[node], leaves = float(leaves), leaves + 1
     for node in reversed(order):
-        if children[node]:
-            rows[node] = (rows[children[node][0]] + rows[children[node][-1]]) / 2
+        if children := tree.children[node]:
+            rows[node] = (rows[children[0]] + rows[children[-1]]) / 2
     return rows
 
 
-def tree_drawing(name: str, parents: Sequence[int]) -> str:
+def tree_drawing(name: str, tree: Topology) -> str:
     """Draw one tree with the number of candidates above each level."""
-    depths, rows = levels_of(parents), rows_of(parents)
-    leaves, deepest = int(max(rows)) + 1, max(depths)
+    depths, rows = tree.depths, rows_of(tree)
+    leaves, deepest = int(max(rows)) + 1, tree.depth
     gap = min(18.0, _TALLEST / leaves)
     radius = max(1.0, min(4.5, 0.38 * gap))
     height = _TREE_TOP + 2 * _TREE_MARGIN + gap * (leaves - 1)
@@ -352,20 +342,20 @@ def tree_drawing(name: str, parents: Sequence[int]) -> str:
     def spot(node: int) -> tuple[float, float]:
         return _TREE_MARGIN + step * depths[node], _TREE_TOP + _TREE_MARGIN + gap * rows[node]
 
-    counts = [depths.count(level) for level in range(deepest + 1)]
-    shapes = [svg.text(_TREE_MARGIN + step * level, 14, str(counts[level]), kind="tick") for level in range(1, deepest + 1)]
-    shapes += [svg.line(*spot(parents[node]), *spot(node), "branch") for node in range(1, len(parents))]
-    shapes += [svg.circle(*spot(node), radius, "node") for node in range(1, len(parents))]
+    counts = [len(level) for level in tree.levels[1:]]
+    shapes = [svg.text(_TREE_MARGIN + step * level, 14, str(count), kind="tick") for level, count in enumerate(counts, 1)]
+    shapes += [svg.line(*spot(tree.parents[node]), *spot(node), "branch") for node in range(1, tree.num_nodes)]
+    shapes += [svg.circle(*spot(node), radius, "node") for node in range(1, tree.num_nodes)]
     shapes.append(svg.circle(*spot(0), max(radius, 4.5), "root"))
-    candidates = len(parents) - 1
+    candidates = tree.num_nodes - 1
     caption = (
         f"{candidates} candidate{'' if candidates == 1 else 's'}, {deepest} deep, {leaves} path{'' if leaves == 1 else 's'}"
     )
-    drawing = svg.panel(_PANEL_WIDTH, height, shapes, f"Draft tree of {name}: {caption}; candidates per level: {counts[1:]}")
+    drawing = svg.panel(_PANEL_WIDTH, height, shapes, f"Draft tree of {name}: {caption}; candidates per level: {counts}")
     return figure(name, drawing, caption)
 
 
 def tree_panels(trees: Mapping[str, Mapping[str, Any]]) -> str:
     """Draw all trees side by side."""
-    drawn = [tree_drawing(name, tree["parents"]) for name, tree in trees.items() if tree.get("parents")]
+    drawn = [tree_drawing(name, Topology(tuple(tree["parents"]))) for name, tree in trees.items() if tree.get("parents")]
     return f'<div class="panels">{"".join(drawn)}</div>' if drawn else '<p class="muted">No method has a fixed tree.</p>'
