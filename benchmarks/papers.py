@@ -71,7 +71,7 @@ def contest(papers: Mapping[str, tuple[Paper, Results]]) -> list[str]:
             speedup = results.text(run, method, "speedup", "×")
             rows.append([f"[{name}]({name}.md)", label, temperature, f"`{method}`", *cells, speedup])
             abouts.add(f"{results.about(run)}.")
-            notes |= {*results.meanings(run), results.drift(run)}
+            notes |= {results.meaning(run), results.drift(run)}
     columns = ["paper", "method", "T", "as a benchmark method", "tokens per pass", "tokens/s", "J/token", "speed-up"]
     if not rows:
         return ["Not measured yet."]

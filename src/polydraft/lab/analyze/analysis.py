@@ -3,7 +3,7 @@
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -18,7 +18,7 @@ from polydraft.defaults import default_draft
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError, first_line
 from polydraft.lab.analyze._distributions import Distributions, Observer, collect
-from polydraft.lab.analyze.comparison import Comparison, Row, takes, work
+from polydraft.lab.analyze.comparison import Comparison, Row, takes
 from polydraft.lab.analyze.settings import AnalyzeSettings
 from polydraft.models import Head, LanguageModel, check_prompts
 from polydraft.models.fingerprint import digest_of, model_fingerprint
@@ -179,24 +179,12 @@ class Analysis:
                 device=self.pair.device,
                 seed=settings.seed,
                 paper_bound=settings.paper_bound,
-                advance=self._counter(temperature, len(distributions)),
             )
-            for count in dict.fromkeys(settings.drafts):
-                for name in settings.scheme_names:
-                    if takes(SCHEMES.get(name), count):
-                        yield comparison.row(name, count)
-
-    def _counter(self, temperature: float, positions: int) -> Callable[[int], None]:
-        """Return a function that adds to the progress and reports it."""
-        settings, done = self.settings, 0
-        total = positions * work(settings.scheme_names, settings.drafts, settings.paper_bound)
-
-        def advance(count: int) -> None:
-            nonlocal done
-            done += count
-            self._observer(f"T={temperature:g}: acceptance", done, total)
-
-        return advance
+            pairs = [(name, count) for count in dict.fromkeys(settings.drafts) for name in settings.scheme_names]
+            pairs = [(name, count) for name, count in pairs if takes(SCHEMES.get(name), count)]
+            for done, (name, count) in enumerate(pairs):
+                self._observer(f"T={temperature:g}: acceptance of {name}", done, len(pairs))
+                yield comparison.row(name, count)
 
     def distributions(self, temperature: float) -> Distributions:
         """Return the distributions at one temperature, from the store if it has them."""

@@ -26,7 +26,6 @@ from polydraft.verify import SCHEMES, Greedy, Hybrid, Naive, Scheme, SpecHub, To
 _ROWS, _ROWS_ON_DEVICES = 16, 128
 """Positions at a time, on a CPU and on other devices, where a few cost as much as many."""
 
-Advance = Callable[[int], None]
 Optimum = Callable[[Tensor, Tensor, int], Tensor]
 """`(target_probs_RV, draft_probs_RV, count) -> values_R`: the largest acceptance of each row."""
 
@@ -138,7 +137,7 @@ def drawing_of(scheme: Scheme) -> Drawing | None:
 class Comparison:
     """Computes rows of the table from distributions at one temperature.
 
-    The seed is used where acceptance is sampled. `advance` is called with the number of positions just computed.
+    The seed is used where acceptance is sampled.
     """
 
     def __init__(
@@ -149,10 +148,9 @@ class Comparison:
         device: torch.device,
         seed: int,
         paper_bound: bool,
-        advance: Advance,
     ) -> None:
         self._distributions, self._temperature, self._device = distributions, temperature, device
-        self._seed, self._paper_bound, self._advance = seed, paper_bound, advance
+        self._seed, self._paper_bound = seed, paper_bound
         self._optima: dict[tuple[Optimum, int], Tensor] = {}
 
     def row(self, name: str, count: int) -> Row:
@@ -191,28 +189,12 @@ class Comparison:
                 for distribution_RV in (self._distributions.target_RV, self._distributions.draft_RV)
             )
             parts.append(function(target_RV, draft_RV).cpu())
-            self._advance(len(parts[-1]))
         return torch.cat(parts)
 
 
 def takes(scheme: type[Scheme], count: int) -> bool:
     """Whether a scheme can take this many drafts."""
     return scheme.max_children is None or count <= scheme.max_children
-
-
-def work(names: tuple[str, ...], counts: tuple[int, ...], paper_bound: bool) -> int:
-    """Return how often each position is computed, for progress."""
-    passes: set[tuple[object, int]] = set()
-    for name in names:
-        scheme = SCHEMES.get(name)
-        for count in filter(lambda count: takes(scheme, count), counts):
-            drawing = drawing_of(scheme())
-            passes.add((name, count))
-            if drawing is not None:
-                passes.add((drawing.optimum, count))
-                if paper_bound and drawing.published is not None:
-                    passes.add((drawing.published, count))
-    return len(passes)
 
 
 def _own_optimum(scheme: Hybrid) -> Optimum:

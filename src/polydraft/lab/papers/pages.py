@@ -109,7 +109,7 @@ def section(comparison: Comparison, results: Results, charts_in: str = "", name:
     lines = ["**Ours**: not measured yet."]
     if rows := measured(comparison):
         lines = [f"**Ours** ({results.about(*comparison.runs)})", "", *table(comparison.columns, rows)]
-        notes = [*results.meanings(*comparison.runs), results.drift(*comparison.runs)]
+        notes = [results.meaning(*comparison.runs), results.drift(*comparison.runs)]
         if any(re.search(r"\d \[", cell) for row in rows for cell in row):
             notes.append(_INTERVALS)
         lines += ["", " ".join(filter(None, notes))] if any(notes) else []

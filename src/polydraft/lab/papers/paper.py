@@ -113,11 +113,10 @@ SIZES = {
 """`smoke` tries everything within a few minutes; `page` makes the figures of the pages in docs/papers."""
 LARGE_TARGET = "inflated:7b"
 """Target of timed runs on a GPU: the bundled model's texts at the cost of 7B parameters."""
-MEANINGS = {
-    LARGE_TARGET: f"`{LARGE_TARGET}` has the layers and so the cost of a Llama of 7B parameters, but computes the logits of "
-    "the bundled 135M model: acceptance is that of the small pair, time and energy are those of a 7B target with a small draft."
-}
-"""Explanations of target names, printed wherever a table has such a target."""
+LARGE_TARGET_MEANING = (
+    f"`{LARGE_TARGET}` has the layers and so the cost of a Llama of 7B parameters, but computes the logits of the bundled 135M "
+    "model: acceptance is that of the small pair, time and energy are those of a 7B target with a small draft."
+)
 
 
 class Results(dict[str, dict[str, Any]]):
@@ -168,10 +167,10 @@ class Results(dict[str, dict[str, Any]]):
                     places.append(what)
         return "; ".join(f"{how}, {', '.join(places)}" for how, places in described.items()) or "not measured"
 
-    def meanings(self, *runs: str) -> list[str]:
-        """Return explanations of the runs' targets, for those that need one."""
+    def meaning(self, *runs: str) -> str:
+        """Explain the runs' target if it needs that."""
         targets = {self.get(run, {}).get("settings", {}).get("target") for run in runs}
-        return [meaning for name, meaning in MEANINGS.items() if name in targets]
+        return LARGE_TARGET_MEANING if LARGE_TARGET in targets else ""
 
 
 @dataclass(frozen=True, kw_only=True)

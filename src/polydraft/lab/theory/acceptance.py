@@ -6,7 +6,6 @@ References
 .. [2] Sun et al., SpecTr: Fast Speculative Decoding via Optimal Transport, NeurIPS 2023.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,9 +28,6 @@ from polydraft.lab.theory.without_replacement import MAX_COUNT, inclusion
 from polydraft.sampling import NO_TOKEN
 from polydraft.verify import SCHEMES, Race, Scheme
 from polydraft.verify.weights import normalised, ratio
-
-Sampled = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""`(target_probs_RV, draft_probs_RV, uniforms_KRX) -> values_RX`: acceptance in each of X drawings of K children."""
 
 _LOOKUP_SAMPLES, _DISTRIBUTION_SAMPLES, _RACE_SAMPLES = 1024, 64, 16
 """Drawings per row: where each costs a few look-ups, or passes over the vocabulary; and for races, where little is random."""
@@ -98,7 +94,7 @@ def acceptance(
         value_R = exact(target_probs_RV, draft_probs_RV, count)
         return RowAcceptance(value_R, torch.zeros_like(value_R))
     generator = torch.Generator().manual_seed(0) if generator is None else generator
-    estimate = _looked_up(_SAMPLED[name], generator, samples) if name in _SAMPLED else _drawn(instance, generator, samples)
+    estimate = _looked_up(generator, samples) if name == "rrs-wor" else _drawn(instance, generator, samples)
     moments_RX = by_rows(estimate, target_probs_RV, draft_probs_RV, count)
     return RowAcceptance(moments_RX[:, 0], moments_RX[:, 1])
 
@@ -131,12 +127,12 @@ def _independent_inclusion(target_RV: Tensor, draft_RV: Tensor, count: int) -> T
     return (target_RV * drafted_RV).sum(-1)
 
 
-def _looked_up(formula: Sampled, generator: torch.Generator, samples: int | None) -> Formula:
-    """Return a formula for mean and standard error over drawings that cost a few look-ups each."""
+def _looked_up(generator: torch.Generator, samples: int | None) -> Formula:
+    """Return a formula for mean and standard error over drawings of rrs-wor, which cost a few look-ups each."""
 
     def moments(target_RV: Tensor, draft_RV: Tensor, count: int) -> Tensor:
         uniforms_RXK = _uniforms(len(draft_RV), samples or _LOOKUP_SAMPLES, count, generator)
-        return _moments(formula(target_RV, draft_RV, uniforms_RXK.movedim(-1, 0).to(draft_RV.device)))
+        return _moments(rejection_without_replacement(target_RV, draft_RV, uniforms_RXK.movedim(-1, 0).to(draft_RV.device)))
 
     return moments
 
@@ -209,4 +205,3 @@ _EXACT_FOR_FEW: dict[tuple[str, int], Formula] = {
     ("rrs-wor", 1): with_replacement_optimum,
     ("rrs-wor", 2): partial(by_rows, rejection_of_two),
 }
-_SAMPLED: dict[str, Sampled] = {"rrs-wor": rejection_without_replacement}
