@@ -70,22 +70,14 @@ def lookup(spec: MethodSpec, bench: Bench) -> Method:
 
 
 @METHODS.register("hf-beam")
-def hugging_face_beam(spec: MethodSpec, bench: Bench) -> Method:
-    """Beams of Hugging Face `generate`: ``hf-beam:4``; beam search at temperature 0, beam sampling above."""
-    return _hugging_face_beams(spec, bench)
-
-
 @METHODS.register("hf-beam-search")
-def hugging_face_beam_search(spec: MethodSpec, bench: Bench) -> Method:
-    """Deterministic beam search of Hugging Face `generate` at any temperature: ``hf-beam-search:4``."""
-    return _hugging_face_beams(spec, bench, do_sample=False, temperature=None, top_k=None, top_p=None)
-
-
-def _hugging_face_beams(spec: MethodSpec, bench: Bench, **override: Any) -> Method:
+def hugging_face_beams(spec: MethodSpec, bench: Bench) -> Method:
+    """Beams of Hugging Face `generate`: ``hf-beam:4`` samples above temperature 0, ``hf-beam-search:4`` never does."""
     spec.take()
-    width = spec.count(default=4)
-    peer = _hugging_face(spec, bench, lambda: {"num_beams": width, **override}, one_token_per_pass=True)
-    return replace(peer, comparable=False)
+    options: dict[str, Any] = {"num_beams": spec.count(default=4)}
+    if spec.name == "hf-beam-search":
+        options |= {"do_sample": False, "temperature": None, "top_k": None, "top_p": None}
+    return replace(_hugging_face(spec, bench, lambda: options, one_token_per_pass=True), comparable=False)
 
 
 def _hugging_face(

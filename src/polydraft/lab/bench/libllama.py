@@ -92,12 +92,16 @@ def find_build(place: str) -> Path:
     path = Path(place).expanduser()
     if path.is_file():
         return path
-    for folder in _BELOW:
-        for name in _FILES:
-            if (path / folder / name).is_file():
-                return path / folder / name
+    if found := found_below(path, *_FILES):
+        return found
     what = f"folder {place!r} has no {_FILES[0]}" if path.is_dir() else f"there is no library or folder {place!r}"
     raise UsageError(f"{what}; give the folder where cmake built llama.cpp with -DBUILD_SHARED_LIBS=ON, such as build/bin")
+
+
+def found_below(folder: Path, *names: str) -> Path | None:
+    """Return the first of these files that is in the folder of an installation or a build."""
+    files = (folder / below / name for below in _BELOW for name in names)
+    return next((file for file in files if file.is_file()), None)
 
 
 def find_wheel() -> Path:

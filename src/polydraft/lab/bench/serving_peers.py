@@ -14,7 +14,7 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 
 from polydraft.errors import FailureError, UsageError
-from polydraft.lab.bench.libllama import VARIABLE
+from polydraft.lab.bench.libllama import VARIABLE, found_below
 from polydraft.lab.bench.serving import PEERS
 from polydraft.models.bundled import BUNDLED, bundled_folder, weights_file
 
@@ -22,7 +22,6 @@ TRANSFORMERS, LLAMA_CPP = PEERS
 _HOST = "127.0.0.1"
 _START_SECONDS, _STOP_SECONDS = 300.0, 20.0
 _SLOT_TOKENS = 2048
-_BELOW = ("", "bin", "build/bin")
 
 
 def command_of(peer: str, model: str, slots: int, port: int) -> list[str]:
@@ -47,14 +46,13 @@ def _transformers() -> list[str]:
 
 
 def _llama_server() -> Path:
-    place = os.environ.get(VARIABLE)
-    found = [Path(place).expanduser() / folder / "llama-server" for folder in _BELOW] if place else []
-    on_path = shutil.which("llama-server")
-    found += [Path(on_path)] if on_path else []
-    for file in found:
-        if file.is_file():
-            return file
-    raise UsageError(f"arm {LLAMA_CPP} needs llama-server; set {VARIABLE} to a build of llama.cpp, or put it on the PATH")
+    place, on_path = os.environ.get(VARIABLE), shutil.which("llama-server")
+    found = found_below(Path(place).expanduser(), "llama-server") if place else None
+    if found is None and on_path is not None:
+        found = Path(on_path)
+    if found is None:
+        raise UsageError(f"arm {LLAMA_CPP} needs llama-server; set {VARIABLE} to a build of llama.cpp, or put it on the PATH")
+    return found
 
 
 @contextmanager

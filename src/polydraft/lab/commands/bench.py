@@ -140,18 +140,15 @@ def merge(out: Path, folders: tuple[Path, ...], reproduce: str | None) -> None:
     _show_reproduction(merge_reproduction(reproduce, out, folders, _command_line()), out)
 
 
-def _bench(given: set[str], **options: Any) -> None:
-    paper: str | None = options.pop("reproduce")
-    size: str = options.pop("size")
-    runs: list[str] = options.pop("runs").split(",")
-    out: Path | None = options.pop("out")
-    resume: bool = options.pop("resume")
+def _bench(
+    given: set[str], *, reproduce: str | None, size: str, runs: str, out: Path | None, resume: bool, **options: Any
+) -> None:
     if out is None:
         raise UsageError("--out is missing; name a folder for results.json and report.html")
     announce_start()
     prepare(options["threads"])
-    if paper is not None:
-        _reproduce(paper, size, given, options, out, resume=resume, runs=runs)
+    if reproduce is not None:
+        _reproduce(reproduce, size, given, options, out, resume=resume, runs=runs.split(","))
         return
     from polydraft.lab.bench.session import BenchSession
     from polydraft.output import check_folder
