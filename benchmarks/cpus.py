@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 import polydraft
 from polydraft import SamplingParams
+from polydraft.cli.comparison import hugging_face_text
 from polydraft.engine import Decoder
 from polydraft.prompts import load_prompts
 
@@ -64,25 +65,13 @@ def measure(dtype: str, temperature: float, arms: dict[str, Decoder], prompts: l
 
 def hugging_face(decoder: Decoder, prompt: list[int], temperature: float, tokens: int) -> tuple[int, float]:
     """Return tokens after the first one, and the seconds that they took."""
-    ids_1T, ends = torch.tensor([prompt]), list(decoder.eos_token_ids)
-    distribution = (
-        {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
-    )
-    spent, output_1L = [], ids_1T
+    choice = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0} if temperature else {"do_sample": False}
+    spent, found = [], []
     for limit in (1, tokens):
         start = time.perf_counter()
-        with torch.inference_mode():
-            torch.manual_seed(7)
-            output_1L = decoder.target.hf_model.generate(
-                ids_1T,
-                attention_mask=torch.ones_like(ids_1T),
-                max_new_tokens=limit,
-                eos_token_id=ends,
-                pad_token_id=ends[0],
-                **distribution,
-            )
+        found = hugging_face_text(decoder.target.hf_model, prompt, decoder.eos_token_ids, limit, 7, **choice)
         spent.append(time.perf_counter() - start)
-    return output_1L.shape[1] - len(prompt) - 1, spent[1] - spent[0]
+    return len(found) - 1, spent[1] - spent[0]
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ import statistics
 import torch
 
 import polydraft
+from polydraft.beam import text_log_probs
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.models import TabularModel
 from polydraft.papers.target_init import TargetInit
 from polydraft.prompts import load_prompts
 from polydraft.sampling import SamplingParams
-from polydraft.trees import Topology, causal_block
+from polydraft.trees import Topology
 
 WIDTHS = (1, 2, 4, 16)
 TABLE_WIDTHS = (1, 2, 3)
@@ -65,19 +66,6 @@ def tables() -> None:
         print(f"{vocabulary:>3} {depth:>3} {statistics.mean(found['fork']):>9.3f} " + " ".join(cells), flush=True)
 
 
-@torch.inference_mode()
-def log_likelihood(decoder: Decoder, prompt: list[int], text: list[int]) -> float:
-    """Mean of log p(token) of a text under the target at temperature 1."""
-    tokens = [*prompt, *text]
-    context = decoder.target.start(1, len(tokens))
-    features = context.extend(
-        torch.tensor([tokens], device=decoder.target.device), causal_block(1, len(tokens), context.device)
-    )
-    logits = decoder.target.head(features[0, len(prompt) - 1 : -1]).float()
-    chosen = torch.tensor(text, device=logits.device)[:, None]
-    return float(torch.log_softmax(logits, -1).gather(1, chosen).mean())
-
-
 def model(name: str, source: str, limit: int, new_tokens: int, depth: int) -> None:
     plain = polydraft.load(name, "none")
     prompts = [plain.encode(prompt.text, chat=True) for prompt in load_prompts(source, limit)]
@@ -92,7 +80,7 @@ def model(name: str, source: str, limit: int, new_tokens: int, depth: int) -> No
         scores, passes, tokens = [], 0, 0
         for seed, prompt in enumerate(prompts):
             result = decoder.generate(prompt, sampling=SamplingParams(), max_new_tokens=new_tokens, seed=seed)
-            scores.append(log_likelihood(plain, prompt, result.token_ids))
+            scores.append(statistics.fmean(text_log_probs(plain.target, prompt, [result.token_ids])[0]))
             passes, tokens = passes + result.stats.passes, tokens + result.stats.block_tokens
         base = base or scores
         shift = [score - other for score, other in zip(scores, base, strict=True)]
