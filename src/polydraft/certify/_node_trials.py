@@ -4,7 +4,8 @@ The smallest counter-example has the fewest tokens, then the fewest drafts, then
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -194,13 +195,31 @@ def support_trial(subject: Subject, sizes: Sizes) -> Trial:
 
 def smallest_enumerated(scheme: Scheme) -> CounterExample | None:
     """Search distributions with round numbers for the smallest on which a rule's distribution is wrong."""
-    for target_CV, draft_CV, count in _round_cases(scheme):
-        try:
-            found = describe(enumerate_rule(scheme, target_CV, draft_CV, count), draft_CV, count)
-        except RuleError as error:
-            return of_error(error)
-        if found is not None:
-            return found
+    return _smallest(
+        scheme, lambda target_CV, draft_CV, count: describe(enumerate_rule(scheme, target_CV, draft_CV, count), draft_CV, count)
+    )
+
+
+def smallest_sampled(scheme: Scheme) -> CounterExample | None:
+    """Search distributions with round numbers for the smallest on which a rule's sampled tokens are wrong."""
+
+    def wrong(target_CV: Tensor, draft_CV: Tensor, count: int) -> CounterExample | None:
+        chosen_C = torch.linspace(0, len(target_CV) - 1, min(_SAMPLED_PAIRS, len(target_CV))).round().long()
+        found = (_sampled(scheme, target_CV[case], draft_CV[case], count) for case in chosen_C.tolist())
+        return next(filter(None, found), None)
+
+    return _smallest(scheme, wrong)
+
+
+def _smallest(scheme: Scheme, wrong: Callable[[Tensor, Tensor, int], CounterExample | None]) -> CounterExample | None:
+    """Return what is wrong with the smallest distributions for which there is something, a failing function included."""
+    for vocabulary, all_parts in _PARTS.items():
+        for count, parts in product(range(1, largest_count(scheme, 3) + 1), all_parts):
+            try:
+                if found := wrong(*round_cases(vocabulary, parts), count):
+                    return found
+            except RuleError as error:
+                return of_error(error)
     return None
 
 
@@ -220,22 +239,8 @@ def rounded(scheme: Scheme, example: CounterExample) -> CounterExample:
     return example
 
 
-def smallest_sampled(scheme: Scheme) -> CounterExample | None:
-    """Search distributions with round numbers for the smallest on which a rule's sampled tokens are wrong."""
-    for target_CV, draft_CV, count in _round_cases(scheme):
-        chosen_C = torch.linspace(0, len(target_CV) - 1, min(_SAMPLED_PAIRS, len(target_CV))).round().long()
-        for case in chosen_C.tolist():
-            found = _sampled(scheme, target_CV[case], draft_CV[case], count)
-            if found is not None:
-                return found
-    return None
-
-
 def _sampled(scheme: Scheme, target_V: Tensor, draft_V: Tensor, count: int) -> CounterExample | None:
-    try:
-        children_RK, token_R = sample_node(scheme, target_V, draft_V, count, seed=1, samples=_SAMPLED)
-    except RuleError as error:
-        return of_error(error)
+    children_RK, token_R = sample_node(scheme, target_V, draft_V, count, seed=1, samples=_SAMPLED)
     if token_p_value(token_R, target_V) > _SURE:
         return None
     counts_X = torch.bincount(token_R.clamp(min=0), minlength=len(target_V))
@@ -248,14 +253,6 @@ def _sampled(scheme: Scheme, target_V: Tensor, draft_V: Tensor, count: int) -> C
         expected=target_V.tolist(),
         details={"samples": _SAMPLED, "children drawn first": children_RK[0].tolist()},
     )
-
-
-def _round_cases(scheme: Scheme) -> Iterator[tuple[Tensor, Tensor, int]]:
-    """Yield pairs of distributions with round numbers, and a number of drafts, smallest first."""
-    for vocabulary, all_parts in _PARTS.items():
-        for count in range(1, largest_count(scheme, 3) + 1):
-            for parts in all_parts:
-                yield *round_cases(vocabulary, parts), count
 
 
 def describe(enumeration: Enumeration, draft_CV: Tensor, count: int) -> CounterExample | None:

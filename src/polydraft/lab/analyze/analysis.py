@@ -182,9 +182,12 @@ class Analysis:
             )
             pairs = [(name, count) for count in dict.fromkeys(settings.drafts) for name in settings.scheme_names]
             pairs = [(name, count) for name, count in pairs if takes(SCHEMES.get(name), count)]
-            for done, (name, count) in enumerate(pairs):
-                self._observer(f"T={temperature:g}: acceptance of {name}", done, len(pairs))
-                yield comparison.row(name, count)
+            phase = f"T={temperature:g}: acceptance"
+            self._observer(phase, 0, len(pairs))
+            for done, (name, count) in enumerate(pairs, start=1):
+                row = comparison.row(name, count)
+                self._observer(phase, done, len(pairs))
+                yield row
 
     def distributions(self, temperature: float) -> Distributions:
         """Return the distributions at one temperature, from the store if it has them."""

@@ -112,8 +112,8 @@ def _surroundings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterat
         old, new = _flat(before.get(part) or {}), _flat(after.get(part) or {})
         for key in [*old, *(key for key in new if key not in old)]:
             if old.get(key) != new.get(key):
-                pair = {"before": _plain(old.get(key)), "after": _plain(new.get(key))}
-                yield Change(what=f"{part}.{key}", verdict=Verdict.WARNING, **pair)
+                texts = _plain(old.get(key)), _plain(new.get(key))
+                yield Change(what=f"{part}.{key}", before=texts[0], after=texts[1], verdict=Verdict.WARNING)
 
 
 def _plain(value: object) -> str:
@@ -124,15 +124,15 @@ def _baseline(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change
     """Warn if the baselines of the speed-ups differ in speed."""
     pair = [finite((methods.get(BASELINE) or {}).get("tokens_per_second")) for methods in (old, new)]
     if pair[0] and pair[1] and abs(pair[1] / pair[0] - 1) > BASELINE_SHARE:
-        texts = {"before": f"{pair[0]:.1f}", "after": f"{pair[1]:.1f}"}
-        yield Change(what=f"tokens/s of the baseline {BASELINE}", verdict=Verdict.WARNING, **texts)
+        what = f"tokens/s of the baseline {BASELINE}"
+        yield Change(what=what, before=f"{pair[0]:.1f}", after=f"{pair[1]:.1f}", verdict=Verdict.WARNING)
 
 
 def _method(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     if old.get("status") != new.get("status"):
         verdict = Verdict.WORSE if new.get("status") == "failed" else Verdict.BETTER
-        pair = {"before": _plain(old.get("status")), "after": _plain(new.get("status"))}
-        yield Change(method=name, what="status", verdict=verdict, **pair)
+        texts = _plain(old.get("status")), _plain(new.get("status"))
+        yield Change(method=name, what="status", before=texts[0], after=texts[1], verdict=verdict)
     yield from _identity(name, old, new)
     yield from _figures(name, "", old, new)
     old_parts, new_parts = old.get("categories") or {}, new.get("categories") or {}
@@ -144,14 +144,15 @@ def _method(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterat
 def _identity(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     """Report differences from plain decoding if they have changed or persist."""
     counts = [[finite(side.get(key)) for key in ("near_tie_differences", "differences")] for side in (old, new)]
-    texts = {"before": _identity_text(old), "after": _identity_text(new)}
     if counts[0] != counts[1]:
         known = None not in counts[0] and None not in counts[1]
         pairs = [((one[1] or 0), (one[0] or 0)) for one in counts]  # real differences weigh more than near-ties
         verdict = Verdict.CHANGED if not known else Verdict.WORSE if pairs[1] > pairs[0] else Verdict.BETTER
-        yield Change(method=name, what="identity", verdict=verdict, **texts)
     elif counts[1][1]:
-        yield Change(method=name, what="identity", verdict=Verdict.STILL, **texts)
+        verdict = Verdict.STILL
+    else:
+        return
+    yield Change(method=name, what="identity", before=_identity_text(old), after=_identity_text(new), verdict=verdict)
 
 
 def _identity_text(side: Mapping[str, Any]) -> str:
@@ -172,24 +173,22 @@ def _speedup_text(side: Mapping[str, Any]) -> str:
 def _figures(name: str, category: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     place = {"method": name, "category": category}
     if name != BASELINE:
-        texts = {"before": _speedup_text(old), "after": _speedup_text(new)}
-        if texts["before"] != "–" or texts["after"] != "–":
-            yield Change(**place, what="speed-up", verdict=_speedup_verdict(old, new), **texts)
+        texts = _speedup_text(old), _speedup_text(new)
+        if texts != ("–", "–"):
+            yield Change(**place, what="speed-up", before=texts[0], after=texts[1], verdict=_speedup_verdict(old, new))
     factor = CATEGORY_FACTOR if category else 1.0
     for key, what, digits in (("tokens_per_pass", "tokens/pass", 2), ("acceptance_rate", "acceptance", 3)):
         first, second = finite(old.get(key)), finite(new.get(key))
         if first is None and second is None:
             continue
-        texts = {
-            side: "–" if value is None else f"{value:.{digits}f}" for side, value in (("before", first), ("after", second))
-        }
+        before, after = ("–" if value is None else f"{value:.{digits}f}" for value in (first, second))
         if first is None or second is None:
             verdict = Verdict.UNKNOWN
         else:
             allowed = factor * (TOKENS_PER_PASS_SHARE * first if key == "tokens_per_pass" else ACCEPTANCE_STEP)
             moved = second - first
             verdict = Verdict.NOISE if abs(moved) <= allowed else Verdict.BETTER if moved > 0 else Verdict.WORSE
-        yield Change(**place, what=what, verdict=verdict, **texts)
+        yield Change(**place, what=what, before=before, after=after, verdict=verdict)
 
 
 def _speedup_verdict(old: Mapping[str, Any], new: Mapping[str, Any]) -> Verdict:
@@ -230,10 +229,7 @@ def _table(rows: Sequence[Change]) -> list[str]:
 def _summary(changes: Sequence[Change]) -> str:
     count = sum(change.counts for change in changes)
     still = sum(change.verdict is Verdict.STILL for change in changes)
-    summary = f"{count} change{'' if count == 1 else 's'}" if count else "nothing changed beyond noise"
-    wrong = (
-        f"; {still} method{'' if still == 1 else 's'} still differ{'s' if still == 1 else ''} from plain decoding"
-        if still
-        else ""
-    )
-    return summary + wrong
+    summary = f"{count} change{'s' * (count != 1)}" if count else "nothing changed beyond noise"
+    if still:
+        summary += f"; {still} method{'s' * (still != 1)} still differ{'s' * (still == 1)} from plain decoding"
+    return summary

@@ -197,9 +197,8 @@ def _claims(results: Results) -> list[list[str]]:
     for what, key, factor in (("times as fast as", "speedup", 1.53), ("times less energy than", "joules_per_token", 1.54)):
         claim = f"with one cache, {factor} {what} beam sampling of width 5"
         rows.append(_times(results, claim, key, factor, (label, method), ("W=5", _BEAMS[5])))
-    pair = [(name, results.figure(_SPEED, one, "speedup")) for name, one in ((label, method), ("SpD", _SPECULATIVE))]
-    why = "SpD's draft is trained on the target here"
-    return [*rows, ordering("with one cache, about as fast as SpD", *pair, digits=2, why=why, alike=True)]
+    claim, why, pair = "with one cache, about as fast as SpD", "SpD's draft is trained on the target here", {label: method}
+    return [*rows, results.claim(claim, _SPEED, "speedup", pair | {"SpD": _SPECULATIVE}, digits=2, why=why, alike=True)]
 
 
 def _times(
