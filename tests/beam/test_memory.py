@@ -146,8 +146,9 @@ def test_every_kind_of_draft_gives_the_same_search(draft):
 
 def test_readers_are_chosen_by_the_draft():
     target, head = target_and_head()
-    kinds = [type(tree_reader(BeamMemory(draft, graphs=False))) for draft in (head, target)]
-    assert kinds == [HeadReader, ModelReader]
+    of_head, of_model = (tree_reader(BeamMemory(draft, graphs=False)) for draft in (head, target))
+    assert isinstance(of_head, HeadReader) and of_head.observer is not None, "it reads the target's features of the prompt"
+    assert isinstance(of_model, ModelReader) and of_model.observer is None
 
 
 def test_log_probabilities_are_the_models_own():

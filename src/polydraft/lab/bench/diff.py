@@ -112,8 +112,8 @@ def _surroundings(before: Mapping[str, Any], after: Mapping[str, Any]) -> Iterat
         old, new = _flat(before.get(part) or {}), _flat(after.get(part) or {})
         for key in [*old, *(key for key in new if key not in old)]:
             if old.get(key) != new.get(key):
-                texts = _plain(old.get(key)), _plain(new.get(key))
-                yield Change(what=f"{part}.{key}", before=texts[0], after=texts[1], verdict=Verdict.WARNING)
+                before_text, after_text = _plain(old.get(key)), _plain(new.get(key))
+                yield Change(what=f"{part}.{key}", before=before_text, after=after_text, verdict=Verdict.WARNING)
 
 
 def _plain(value: object) -> str:
@@ -131,8 +131,8 @@ def _baseline(old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change
 def _method(name: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     if old.get("status") != new.get("status"):
         verdict = Verdict.WORSE if new.get("status") == "failed" else Verdict.BETTER
-        texts = _plain(old.get("status")), _plain(new.get("status"))
-        yield Change(method=name, what="status", before=texts[0], after=texts[1], verdict=verdict)
+        before, after = _plain(old.get("status")), _plain(new.get("status"))
+        yield Change(method=name, what="status", before=before, after=after, verdict=verdict)
     yield from _identity(name, old, new)
     yield from _figures(name, "", old, new)
     old_parts, new_parts = old.get("categories") or {}, new.get("categories") or {}
@@ -173,9 +173,9 @@ def _speedup_text(side: Mapping[str, Any]) -> str:
 def _figures(name: str, category: str, old: Mapping[str, Any], new: Mapping[str, Any]) -> Iterator[Change]:
     place = {"method": name, "category": category}
     if name != BASELINE:
-        texts = _speedup_text(old), _speedup_text(new)
-        if texts != ("–", "–"):
-            yield Change(**place, what="speed-up", before=texts[0], after=texts[1], verdict=_speedup_verdict(old, new))
+        before, after = _speedup_text(old), _speedup_text(new)
+        if (before, after) != ("–", "–"):
+            yield Change(**place, what="speed-up", before=before, after=after, verdict=_speedup_verdict(old, new))
     factor = CATEGORY_FACTOR if category else 1.0
     for key, what, digits in (("tokens_per_pass", "tokens/pass", 2), ("acceptance_rate", "acceptance", 3)):
         first, second = finite(old.get(key)), finite(new.get(key))
