@@ -7,7 +7,7 @@ from polydraft.verify.kseq import KSeq
 from polydraft.verify.naive import Naive, Top
 from polydraft.verify.node import NodeWalk
 from polydraft.verify.rejection import RejectionWithoutReplacement, RejectionWithReplacement, Speculative
-from polydraft.verify.scheme import SCHEMES, Scheme, Selection, draw_checked, verify_checked
+from polydraft.verify.scheme import SCHEMES, Scheme, Selection
 from polydraft.verify.walk import AUTO, WALKS, Fault, TargetDistributions, Verdict, Walk, check_walk, resolve_walk
 
 __all__ = [
@@ -34,7 +34,5 @@ __all__ = [
     "Verdict",
     "Walk",
     "check_walk",
-    "draw_checked",
     "resolve_walk",
-    "verify_checked",
 ]
