@@ -73,15 +73,3 @@ def test_continuations_are_continued():
     subject = memory(gram=2)
     subject.read([1, 2, 3, 4, 5, 6, 7, 8, 9, 1, 2])
     assert tokens_of(subject.matches(1, 6)) == [[3, 4, 5, 6, 7, 8]]
-
-
-def test_a_shared_cache_is_shared_only_when_asked_for():
-    cache = ContextCache(GramOptions(shared=True))
-    one, other = cache.open(), cache.open()
-    one.read([1, 2, 3, 4, 5, 6])
-    other.read([1, 2])
-    assert tokens_of(other.matches(1, 4)) == [[3, 4, 5, 6]]
-    other.reset()
-    assert other.matches(1, 4) == []
-    other.read([1, 2])
-    assert tokens_of(other.matches(1, 4)) == [[3, 4, 5, 6]]

@@ -1,7 +1,7 @@
 """Interface and options of all n-gram caches, and the probabilities of their proposals."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -34,8 +34,6 @@ class GramOptions:
     branches_only: bool = False
     """Whether the context cache learns only from draft branches and proposes single stored continuations, as in the paper;
     if not, it also learns from the text, and chains continuations."""
-    shared: bool = False
-    """Whether all texts share one context cache, and so learn from each other: use it only for texts of one owner."""
     max_match: int = 4
     """Longest match, at the text's end, of prompt lookup (Hugging Face: `max_matching_ngram_size`)."""
     prefer: str = "frequent"
@@ -184,6 +182,17 @@ def match_chance(size: int, rank: int) -> float:
     """Return the probability of a token that followed the text's last `size` tokens before, if `rank` others are better."""
     row = _BY_MATCH[_MATCH_ROWS[size] if size < len(_MATCH_ROWS) else -1]
     return row[rank] if rank < len(row) else row[-1]
+
+
+def ways_by_match(found: Iterable[tuple[int, int]], width: int) -> list[Way]:
+    """Return up to `width` different tokens, given matches, best first: how many tokens match, and the token that follows."""
+    ways: dict[int, float] = {}
+    for size, token in found:
+        if token not in ways:
+            ways[token] = match_chance(size, len(ways))
+            if len(ways) == width:
+                break
+    return list(ways.items())
 
 
 def share_chance(size: int, rank: int, share: float) -> float:

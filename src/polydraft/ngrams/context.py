@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
 
-from polydraft.ngrams.cache import GRAM_CACHES, ContinuationMemory, Distinct, GramCache, GramOptions, Match, Way, match_chance
+from polydraft.ngrams.cache import GRAM_CACHES, ContinuationMemory, Distinct, GramCache, GramOptions, Match, Way, ways_by_match
 
 Gram = tuple[int, ...]
 Found = tuple[int, Gram]
@@ -92,11 +92,10 @@ class GramTables:
     def matches(self, tail: Gram, count: int, length: int) -> list[Match]:
         """Continue a text that ends in `tail`: longest prefix first, then most recent first."""
         found = Distinct(count)
-        for prefix in range(min(len(self._tables), len(tail)), 0, -1):
-            for continuation in self._tables[prefix - 1].get(tail[-prefix:]):
-                found.add(prefix, self._chained(tail, continuation, length))
+        for prefix, continuation in self.followed(tail):
             if found.full:
                 break
+            found.add(prefix, self._chained(tail, continuation, length))
         return found.matches
 
     def followed(self, tail: Gram) -> list[Found]:
@@ -121,13 +120,12 @@ class GramTables:
 class _ContextMemory(ContinuationMemory):
     """Keeps the text's last tokens, and the tables in which they are looked up."""
 
-    def __init__(self, options: GramOptions, shared: GramTables | None) -> None:
-        self._options, self._shared = options, shared
+    def __init__(self, options: GramOptions) -> None:
+        self._options = options
         self.reset()
 
     def reset(self) -> None:
-        """Forget the text, and what was learnt, unless that is shared."""
-        self._tables = self._shared if self._shared is not None else GramTables(self._options)
+        self._tables = GramTables(self._options)
         self._tail: list[int] = []
 
     def read(self, tokens: Sequence[int]) -> None:
@@ -159,13 +157,7 @@ class _ContextMemory(ContinuationMemory):
 
     def ways(self, place: tuple[Gram, list[Found]], width: int) -> list[Way]:
         """Return what comes next in the continuations: longest match first, then most recent first."""
-        found: dict[int, float] = {}
-        for size, gram in place[1]:
-            if gram[0] not in found:
-                found[gram[0]] = match_chance(size, len(found))
-                if len(found) == width:
-                    break
-        return list(found.items())
+        return ways_by_match(((size, gram[0]) for size, gram in place[1]), width)
 
 
 class ContextCache(GramCache):
@@ -173,13 +165,9 @@ class ContextCache(GramCache):
 
     name = "context"
 
-    def __init__(self, options: GramOptions) -> None:
-        super().__init__(options)
-        self._shared = GramTables(options) if options.shared else None
-
     def open(self) -> _ContextMemory:
         """Return the memory of a new text."""
-        return _ContextMemory(self._options, self._shared)
+        return _ContextMemory(self._options)
 
 
 GRAM_CACHES.register(ContextCache.name)(ContextCache)

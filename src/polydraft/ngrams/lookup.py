@@ -5,10 +5,9 @@ Face's `prompt_lookup_num_tokens` scans the text in each round and takes the fir
 several matches are followed, the most recent first.
 """
 
-from collections.abc import Iterable, Sequence
-from math import log
+from collections.abc import Iterable, Iterator, Sequence
 
-from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Step, Way, match_chance
+from polydraft.ngrams.cache import GRAM_CACHES, GramCache, GramMemory, GramOptions, Way, ways_by_match
 
 ROOT = 0
 """The automaton's state for the empty n-gram."""
@@ -64,14 +63,7 @@ class _LookupMemory(GramMemory):
     def ways(self, place: tuple[tuple[int, ...], list[_Copy]], width: int) -> list[Way]:
         """Return what comes next in the copies: longest match first, then most recent first."""
         path, copies = place
-        found: dict[int, float] = {}
-        for size, at in copies:
-            token = self._token(at, path)
-            if token not in found:
-                found[token] = match_chance(size, len(found))
-                if len(found) == width:
-                    break
-        return list(found.items())
+        return ways_by_match(((size, self._token(at, path)) for size, at in copies), width)
 
     def _token(self, at: int, path: tuple[int, ...]) -> int:
         """Return the token at a place of text and path. A copy that reaches the text's end repeats itself."""
@@ -201,37 +193,21 @@ class _SuffixMemory(GramMemory):
 
     def ways(self, place: tuple[int, int], width: int) -> list[Way]:
         """Return what followed the longest end, then what followed shorter ends."""
-        automaton, (state, size) = self._automaton, place
-        found: dict[int, float] = {}
+        return ways_by_match(self._following(*place), width)
+
+    def _following(self, state: int, size: int) -> Iterator[tuple[int, int]]:
+        """Yield the length of each end, longest first, with each token that followed it, most frequent or recent first."""
+        automaton = self._automaton
+        counts, latest = automaton.counts, automaton.latest
         for _ in range(_MOST_STATES):
-            if state <= ROOT or len(found) >= width:
-                break
-            steps = self._steps(state, width) if automaton.steps[state] else []
-            for _, token, _ in steps:
-                if token not in found and len(found) < width:
-                    found[token] = match_chance(size, len(found))
+            if state <= ROOT:
+                return
+            following = automaton.steps[state].items()
+            # No two tokens were last seen at the same place.
+            best = sorted([(-counts[to] if self._by_count else 0, -latest[to], token) for token, to in following])
+            yield from ((size, token) for *_, token in best)
             state = automaton.links[state]
             size = automaton.sizes[state]
-        return list(found.items())
-
-    def _steps(self, state: int, width: int) -> list[Step]:
-        """Return a state's edges, most frequent or most recent first; the whole text has those of its longest repeated end."""
-        automaton = self._automaton
-        while not automaton.steps[state]:
-            state = automaton.links[state]
-        if state <= ROOT:
-            return []
-        ways = automaton.steps[state]
-        counts, latest = automaton.counts, automaton.latest
-        if len(ways) == 1:
-            return [(0.0, token, to) for token, to in ways.items()]
-        if not self._by_count:
-            newest = sorted([(-latest[to], token, to) for token, to in ways.items()])[:width]
-            return [(float(rank), token, to) for rank, (_, token, to) in enumerate(newest)]
-        # No two edges have their last occurrence at the same place.
-        commonest = sorted([(-counts[to], -latest[to], token, to) for token, to in ways.items()])
-        total = -sum([number for number, _, _, _ in commonest])
-        return [(log(total / -number), token, to) for number, _, token, to in commonest[:width]]
 
 
 class SuffixCache(GramCache):
