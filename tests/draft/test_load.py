@@ -58,7 +58,7 @@ def test_a_crowd_drafts_less_and_steady_texts_do_not_notice() -> None:
     crowd, _ = rounds_of(decoder, 24, steady=False)
 
     def drafted(sequences: list[TokenSequence]) -> float:
-        return sum(one.speculation.drafted_tokens for one in sequences) / sum(one.speculation.rounds for one in sequences)
+        return sum(one.speculation.candidates for one in sequences) / sum(one.speculation.rounds for one in sequences)
 
     assert drafted(crowd) < drafted(steady) / 3
 

@@ -157,7 +157,7 @@ def test_other_texts_have_smaller_trees_where_these_pay(steady: bool) -> None:
         engine.add(sequence)
     while not engine.done:
         engine.step()
-    drafted = {one.speculation.drafted_tokens / one.speculation.rounds for one in sequences}
+    drafted = {one.speculation.candidates / one.speculation.rounds for one in sequences}
     assert drafted == {2} if steady else max(drafted) < TREE.num_nodes - 1
     if steady:
         expected = decoder.generate([[1, 2, 3 + row] for row in range(4)], max_new_tokens=80, seed=list(range(4)))
@@ -217,9 +217,9 @@ def test_others_do_not_pay_for_texts_with_a_seed(
     graphs = finished(decoder, mixed, capture)
     for row in (0, 2):
         assert mixed[row].new_tokens == usual[row].new_tokens
-        assert mixed[row].speculation.drafted_tokens <= 2 * mixed[row].speculation.rounds
+        assert mixed[row].speculation.candidates <= 2 * mixed[row].speculation.rounds
     for row in (1, 3):
-        drafted = mixed[row].speculation.drafted_tokens / mixed[row].speculation.rounds
+        drafted = mixed[row].speculation.candidates / mixed[row].speculation.rounds
         assert drafted > (TREE.num_nodes - 1) * 0.9
     assert mixed[3].new_tokens == greedy_text(TARGET, mixed[3].prompt, 60, GREEDY)
     if graphs is not None:

@@ -216,9 +216,12 @@ def test_rounds_of_a_text_are_counted() -> None:
     engine.add(one)
     finish(engine)
     counted = one.speculation
-    assert counted.rounds == engine.stats.rounds == sum(counted.accepted.values())
-    assert counted.drafted_tokens == counted.rounds * (engine.session.num_nodes - 1) and counted.resting_rounds == 0
-    assert counted.mean_acceptance_length == pytest.approx(engine.stats.tokens_per_pass)
+    assert counted.rounds == engine.stats.rounds == sum(counted.acceptance_histogram)
+    assert sum(accepted * rounds for accepted, rounds in enumerate(counted.acceptance_histogram)) == sum(
+        counted.accepts_by_depth
+    )
+    assert counted.candidates == counted.rounds * (engine.session.num_nodes - 1) and counted.resting_passes == 0
+    assert counted.tokens_per_pass == pytest.approx(engine.stats.tokens_per_pass)
 
 
 @pytest.mark.parametrize("name", some_slow(["model", "head", "adaptive model", "lookup+model"], ["head", "lookup+model"]))

@@ -309,7 +309,7 @@ def test_texts_with_a_seed_keep_theirs_in_captured_rounds_of_larger_trees(kind: 
     assert engine.stats.replayed_rounds > engine.stats.rounds / 2
     for row in (0, 2):
         assert mixed[row].new_tokens == among_themselves[row].new_tokens
-    drafted = [one.speculation.drafted_tokens / one.speculation.rounds for one in mixed]
+    drafted = [one.speculation.candidates / one.speculation.rounds for one in mixed]
     assert max(drafted[0], drafted[2]) <= 2 and min(drafted[1], drafted[3]) > 10
 
 

@@ -65,7 +65,7 @@ def test_texts_and_acceptance_are_those_of_texts_that_share_nothing(kind: str) -
     assert all(text.cached == len(text.prompt) - 1 for text in again)
     assert [text.new_tokens for text in again] == [text.new_tokens for text in apart]
     if kind == "model":
-        assert all(set(text.speculation.accepted) <= {0, 1, 2, 3} and text.speculation.rounds == 8 for text in again[::2])
+        assert all(len(text.speculation.acceptance_histogram) <= 4 and text.speculation.rounds == 8 for text in again[::2])
     turns = [
         decoder.sequence([*text.tokens, 4, 4], GREEDY, seed=0, max_new_tokens=20, row=row) for row, text in enumerate(again)
     ]

@@ -158,7 +158,7 @@ def test_a_shared_beginning_costs_no_acceptance(name: str, tmp_path: Path) -> No
             engine.add(one)
             while not engine.done:
                 engine.step()
-        found.append([(one.cached, one.new_tokens, one.speculation.outcomes) for one in texts])
+        found.append([(one.cached, one.new_tokens, one.speculation) for one in texts])
     assert [cached for cached, *_ in found[0]] == [0, 71, 71]
     assert [rest for _, *rest in found[0]] == [rest for _, *rest in found[1]]
 

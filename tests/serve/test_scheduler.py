@@ -98,7 +98,7 @@ def test_without_speculation_rounds_have_one_token() -> None:
             scheduler.submit(one)
             assert await finished(one) == [None]
             counted = one.sequences[0].speculation
-            assert counted.rounds == 12 and counted.drafted_tokens == 0
+            assert counted.rounds == 12 and counted.candidates == 0
             plain = decoder().replace(drafter=None).generate([1, 2, 3], max_new_tokens=12, seed=[5])
             assert one.sequences[0].new_tokens == plain.token_ids
 

@@ -121,7 +121,7 @@ def _result(row: Row, request: Request) -> dict[str, Any]:
         return {"row": row.number, **known, "error": str(sequence.failure)}
     speculation, rests = sequence.speculation, {}
     if speculation.rested_because is not None:
-        rests = {"resting_passes": speculation.resting_rounds, "rested_because": speculation.rested_because}
+        rests = {"resting_passes": speculation.resting_passes, "rested_because": speculation.rested_because}
     return {
         "row": row.number,
         **known,
@@ -129,8 +129,8 @@ def _result(row: Row, request: Request) -> dict[str, Any]:
         "stop_reason": sequence.stop_reason.value,
         "prompt_tokens": len(sequence.prompt),
         "new_tokens": len(sequence.new_tokens),
-        "passes": speculation.rounds,
-        "tokens_per_pass": round(speculation.mean_acceptance_length, 3),
+        "passes": speculation.passes,
+        "tokens_per_pass": round(speculation.tokens_per_pass, 3),
         **rests,
         "seconds": round(time.perf_counter() - request.admitted.get(0, request.arrived), 4),
     }

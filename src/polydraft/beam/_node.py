@@ -85,7 +85,7 @@ class Stops:
     """
 
     def __init__(self, assembler: TextAssembler | None = None) -> None:
-        self._empty = assembler if assembler is not None and assembler.can_stop else None
+        self._empty = assembler if assembler is not None and assembler.stop else None
         self._assemblers: dict[Node, TextAssembler] = {}
 
     def __len__(self) -> int:

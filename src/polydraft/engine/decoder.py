@@ -4,7 +4,7 @@ import inspect
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Unpack, cast, overload
@@ -263,7 +263,6 @@ class Decoder:
         sampling: SamplingParams = _PLAIN_SAMPLING,
         batch_size: int = 1,
         longest: int = USUAL_LENGTH,
-        progress: Callable[[int], None] | None = None,
     ) -> float:
         """Do now what the first requests would otherwise wait for; return the seconds it took.
 
@@ -278,8 +277,6 @@ class Decoder:
         batch_size : int
         longest : int
             Most tokens of a text, prompt included.
-        progress : function, optional
-            Called with each length before it is tried.
 
         Examples
         --------
@@ -295,7 +292,7 @@ class Decoder:
         params = self.sequence([0], sampling, seed=0, max_new_tokens=1).params
         workspace = self._lend(self.drafter, RowParams((params,) * batch_size), keep=False)
         engine = Engine(workspace, walk=self.walk, elastic=True)
-        rehearse(self, engine, [sampling], longest=longest, groups=groups if batch_size == 1 else (), progress=progress)
+        rehearse(self, engine, [sampling], longest=longest, groups=groups if batch_size == 1 else ())
         self._put_back(self.drafter, workspace, keep=False)
         return time.perf_counter() - start
 

@@ -312,10 +312,10 @@ class Engine:
                 one.logprobs.extend(token_logprobs(logits_DV, one.token_ids, sequence.top_logprobs))
             if sequence.traced:
                 one.tree.extend(self.workspace.last_tree(slot))
-            counted = row.accepted, row.offered, row.longest, row.branch
-            sequence.speculation.count(counted, row.drafted, why_none)
-            self.stats.count(*counted)
-            self.stats.saw_candidates(row.drafted, why_none)
+            sequence.speculation.rounds += 1
+            for stats in (self.stats, sequence.speculation):
+                stats.count(row.accepted, row.offered, row.longest, row.branch)
+                stats.saw_candidates(row.drafted, why_none)
             self.stats.keep(one.sources)
             by_slot[slot] = one.token_ids
             if fresh or sequence.done:

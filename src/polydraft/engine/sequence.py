@@ -8,7 +8,7 @@ from typing import Any, TypedDict
 import torch
 
 from polydraft.engine.logprobs import TokenLogprob
-from polydraft.engine.stats import Speculation, Stats
+from polydraft.engine.stats import Stats
 from polydraft.engine.text import TextAssembler
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.processing import until_end
@@ -142,8 +142,8 @@ class TokenSequence:
     """Why it failed, if it did."""
     prompt_logprobs: list[TokenLogprob] = field(init=False, default_factory=list)
     """Of each prompt token but the first; complete before the first new token."""
-    speculation: Speculation = field(init=False, default_factory=Speculation)
-    """What drafting did for this text."""
+    speculation: Stats = field(init=False, default_factory=Stats)
+    """What drafting did for this text: its passes and candidates, without times."""
 
     def __post_init__(self) -> None:
         self.tokens = list(self.prompt)
@@ -182,7 +182,7 @@ class TokenSequence:
             lengths = range(len(self.tokens) + 1, len(text) + 1)
             if any(self.stops_after(text[:length]) for length in lengths):
                 return True
-        if not self.assembler.can_stop:
+        if not self.assembler.stop:
             return False
         assembler = self.assembler.fork()
         for token in further:

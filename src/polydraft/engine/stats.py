@@ -5,6 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 TARGET = "target"
@@ -20,52 +21,6 @@ _ENDLESS, _LEAST_READ = 2**62, 16
 def rest_line(resting: int, passes: int, why: str | None) -> str | None:
     """Say that drafting rested in some passes, and why; None if it did not."""
     return f"drafting rested in {resting} of {passes} passes: {why}" if resting else None
-
-
-@dataclass
-class Speculation:
-    """What drafting did for one text."""
-
-    rounds: int = 0
-    resting_rounds: int = 0
-    """Rounds in which nothing was drafted."""
-    rested_because: str | None = None
-    """Why nothing was drafted in the last such round; None for plain decoding."""
-    drafted_tokens: int = 0
-    """Candidates of all trees."""
-    outcomes: Counter[tuple[int, int, int, int]] = field(default_factory=Counter)
-    """Number of rounds by outcome: the arguments of `Stats.count`."""
-
-    def count(self, outcome: tuple[int, int, int, int], drafted: int, why_none: str | None = None) -> None:
-        """Count a round, and note why nothing was drafted in it, if nothing was."""
-        self.rounds += 1
-        if drafted == 0:
-            self.resting_rounds += 1
-            self.rested_because = why_none
-        self.drafted_tokens += drafted
-        self.outcomes[outcome] += 1
-
-    @property
-    def accepted(self) -> Counter[int]:
-        """Number of rounds, by how many candidates they accepted."""
-        found = Counter[int]()
-        for (accepted, *_), rounds in self.outcomes.items():
-            found[accepted] += rounds
-        return found
-
-    @property
-    def mean_acceptance_length(self) -> float:
-        """Tokens per round, the target's own included."""
-        tokens = sum((accepted + 1) * rounds for (accepted, *_), rounds in self.outcomes.items())
-        return tokens / self.rounds if self.rounds else 0.0
-
-    def stats(self) -> "Stats":
-        """Return the text's own counts as `Stats`, without times."""
-        found = Stats(rounds=self.rounds, candidates=self.drafted_tokens)
-        for outcome, rounds in self.outcomes.items():
-            for _ in range(rounds):
-                found.count(*outcome)
-        return found
 
 
 @dataclass
@@ -131,6 +86,12 @@ class Stats:
         return [
             accepted / offered for accepted, offered in zip(self.accepts_by_depth, self.offers_by_depth, strict=True) if offered
         ]
+
+    @property
+    def acceptance_histogram(self) -> list[int]:
+        """How many passes accepted 0, 1, 2, ... candidates, up to the most that any accepted."""
+        at_least = [self.passes, *filter(None, self.accepts_by_depth), 0]
+        return [more - fewer for more, fewer in pairwise(at_least)] if self.passes else []
 
     @property
     def decode_seconds(self) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from polydraft.engine.loop import Engine
 from polydraft.engine.sequence import Generation, StopReason, TokenEvent, TokenSequence
-from polydraft.engine.stats import Speculation
+from polydraft.engine.stats import Stats
 
 
 class Stream(Iterator[TokenEvent]):
@@ -48,7 +48,7 @@ class Stream(Iterator[TokenEvent]):
                 self.engine.end(sequence, StopReason.CANCELLED, len(sequence.sources))
 
     @property
-    def speculations(self) -> list[Speculation]:
+    def speculations(self) -> list[Stats]:
         """What drafting did for each text so far."""
         return [sequence.speculation for sequence in self._sequences]
 

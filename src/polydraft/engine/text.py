@@ -24,12 +24,12 @@ class TextAssembler:
     """
 
     def __init__(self, tokenizer: Any, stop: Sequence[str], markers: Collection[int] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, [string for string in stop if string]
+        self._tokenizer, self.stop = tokenizer, [string for string in stop if string]
         self.markers = frozenset(markers)
         added = tokenizer.added_tokens_decoder.items() if markers else ()
         self._silent = {token for token, one in added if one.special} - self.markers
-        special = getattr(tokenizer, "all_special_tokens", ()) if self._stop else ()
-        self._stop_tokens = {tokenizer.convert_tokens_to_ids(string) for string in self._stop if string in special}
+        special = getattr(tokenizer, "all_special_tokens", ()) if self.stop else ()
+        self._stop_tokens = {tokenizer.convert_tokens_to_ids(string) for string in self.stop if string in special}
         self._window: list[int] = []
         """The last tokens, which are decoded again with each new one; those before are in the settled text."""
         self._settled_text = ""
@@ -39,16 +39,6 @@ class TextAssembler:
         self.text = ""
         """All text so far, including what is held back; ends before the stop string once one is found."""
         self.stopped = False
-
-    @property
-    def stop(self) -> list[str]:
-        """Strings that end the text."""
-        return list(self._stop)
-
-    @property
-    def can_stop(self) -> bool:
-        """Whether there are stop strings."""
-        return bool(self._stop)
 
     def fork(self) -> "TextAssembler":
         """Return an independent copy."""
@@ -69,8 +59,8 @@ class TextAssembler:
         self.text = self._settled_text + decoded[self._overlap :]
         if len(self._window) > 16 and not decoded.endswith(_INCOMPLETE):
             self._settle(self._window, decoded)
-        searched_from = max(0, self._released - max(map(len, self._stop), default=0))
-        found = [at for string in self._stop if (at := self.text.find(string, searched_from)) >= 0]
+        searched_from = max(0, self._released - max(map(len, self.stop), default=0))
+        found = [at for string in self.stop if (at := self.text.find(string, searched_from)) >= 0]
         if found:
             self.stopped = True
             self.text = self.text[: min(found)]
@@ -101,9 +91,9 @@ class TextAssembler:
 
     def _possible_stop(self) -> int:
         """Return the length of the longest suffix of the text that begins a stop string."""
-        longest = min(max(map(len, self._stop), default=1) - 1, len(self.text))
+        longest = min(max(map(len, self.stop), default=1) - 1, len(self.text))
         for length in range(longest, 0, -1):
-            if any(string.startswith(self.text[-length:]) for string in self._stop if length < len(string)):
+            if any(string.startswith(self.text[-length:]) for string in self.stop if length < len(string)):
                 return length
         return 0
 

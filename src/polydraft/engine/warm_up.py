@@ -36,7 +36,6 @@ def rehearse(
     longest: int,
     groups: Sequence[Sequence[Sequence[int]]] = (),
     stopped: Callable[[], bool] = lambda: False,
-    progress: Callable[[int], None] | None = None,
 ) -> None:
     """Run every kind of round, with every number of rows and for texts of all lengths, so that no request needs a new capture.
 
@@ -54,8 +53,6 @@ def rehearse(
         Prompts to read together, group by group; see `groups_to_read`.
     stopped : function
         Called after every round; True ends the rehearsal.
-    progress : function, optional
-        Called with each length before it is tried.
     """
     target, new_tokens = decoder.target, min(NEW_TOKENS, longest - 1)
     casts = [[params] for params in samplings]
@@ -82,8 +79,6 @@ def rehearse(
         for length in lengths_of(longest, target.device):
             if stopped():
                 return
-            if progress is not None:
-                progress(length)
             prompt = prompt_of(length, new_tokens, target.vocab_size)
             for rows in (size for size in engine.slots.sizes if size >= min(len(cast), 2)):
                 number, kinds = 0, 1
@@ -92,9 +87,12 @@ def rehearse(
                     with _at_work(engine, sequences):
                         engine.step()  # from here on there are as many rows as texts
                         last, kinds = engine.stats.rounds + ROUNDS, engine.session.num_kinds
-                        with _only(engine, number):
+                        engine.session.rehearse(number)
+                        try:
                             while not engine.done and engine.stats.rounds < last and not stopped():
                                 engine.step()
+                        finally:
+                            engine.session.rehearse(None)
                     number += 1
     for group in groups:
         if stopped():
@@ -113,16 +111,6 @@ def _at_work(engine: "Engine", sequences: Sequence[TokenSequence]) -> Iterator[N
     for sequence in sequences:
         if not sequence.done:
             engine.end(sequence, StopReason.CANCELLED, 0)
-
-
-@contextmanager
-def _only(engine: "Engine", number: int) -> Iterator[None]:
-    """Make all rounds of one kind, see `DraftSession.rehearse`."""
-    engine.session.rehearse(number)
-    try:
-        yield
-    finally:
-        engine.session.rehearse(None)
 
 
 def lengths_of(longest: int, device: torch.device) -> list[int]:

@@ -156,14 +156,15 @@ class ResponseBuilder:
     def _speculation(self, sequence: TokenSequence) -> dict[str, Any]:
         """Return statistics of speculation for a sequence."""
         counts = sequence.speculation
+        resting = counts.resting_passes if counts.candidates else counts.passes
         return {
-            "mean_acceptance_length": round(counts.mean_acceptance_length, 4),
-            "acceptance_histogram": [counts.accepted[count] for count in range(max(counts.accepted, default=-1) + 1)],
-            "rounds": counts.rounds,
-            "drafted_tokens": counts.drafted_tokens,
+            "mean_acceptance_length": round(counts.tokens_per_pass, 4),
+            "acceptance_histogram": counts.acceptance_histogram,
+            "rounds": counts.passes,
+            "drafted_tokens": counts.candidates,
             "accepted_tokens": Counter(source for source in sequence.sources if source != TARGET),
-            "resting_rounds": counts.resting_rounds,
-            "rested_because": self._rest_reason(sequence) if counts.resting_rounds else None,
+            "resting_rounds": resting,
+            "rested_because": self._rest_reason(sequence) if resting else None,
         }
 
     def _rest_reason(self, sequence: TokenSequence) -> str:

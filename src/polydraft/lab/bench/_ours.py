@@ -215,7 +215,7 @@ def _measured(spec: MethodSpec, bench: Bench, decoder: Decoder, parents: tuple[i
         texts: list[list[Token]] = [[] for _ in prompts]
         for event in stream:
             texts[event.row].append(Token(event.token_id, event.source, event.round))
-        stats = [one.stats() for one in stream.speculations]
+        stats = stream.speculations
         stats[0] = replace(stats[0], seconds=stream.stats.seconds, total_seconds=stream.stats.total_seconds)
         return texts, stats
 
