@@ -9,11 +9,11 @@ References
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
 from heapq import heappop, heappush
 from itertools import count, islice
 from math import exp
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -80,26 +80,16 @@ def best_paths(root: int, steps: Callable[[int], Sequence[Step]], length: int) -
 
 
 _MOST_KNOWN = 20_000
-"""Nodes whose children or ways are cached; some megabytes."""
+"""Look-ups in a corpus that are cached, some megabytes; a corpus does not change, so all texts share them."""
 
-Found = TypeVar("Found")
-
-
-class _Known(dict[int, Found]):
-    """Cache of look-ups in a corpus, by node. A corpus does not change, so all texts share it."""
-
-    def note(self, node: int, found: Found) -> Found:
-        """Cache what was found, and return it; start over when the cache is full."""
-        if len(self) >= _MOST_KNOWN:
-            self.clear()
-        self[node] = found
-        return found
+Place = tuple[int, ...]
+"""Nodes of the n-grams that a text ends with, the longest first."""
 
 
 class _CorpusMemory(ContinuationMemory):
     """Keeps the text's last tokens, and the trie in which they are looked up."""
 
-    def __init__(self, trie: GramTrie, ways: _Known[list[Way]], children: _Known[dict[int, int]]) -> None:
+    def __init__(self, trie: GramTrie, ways: Callable[[Place], list[Way]], children: Callable[[int], dict[int, int]]) -> None:
         self._trie, self._ways, self._children = trie, ways, children
         self._tail: list[int] = []
 
@@ -128,45 +118,32 @@ class _CorpusMemory(ContinuationMemory):
                     return found.matches
         return found.matches
 
-    def end(self) -> list[int]:
-        """Return the nodes of the text's last tokens, the longest n-gram first."""
-        place = list[int]()
+    def end(self) -> Place:
+        """Return the nodes of the text's last tokens."""
+        place: Place = ()
         for token in self._tail:
             place = self.step(place, token)
         return place
 
-    def step(self, place: list[int], token: int) -> list[int]:
+    def step(self, place: Place, token: int) -> Place:
         """Append a token to each n-gram, drop those that are not in the corpus, and add that of the token alone."""
-        found = []
-        for node in place:
-            known = self._children.get(node)
-            if known is None:
-                known = self._children.note(node, self._trie.children(node))
-            child = known.get(token)
-            if child is not None:
-                found.append(child)
-        top = self._trie.top(token)
-        return found if top == ABSENT else [*found, top]
+        longer = (self._children(node).get(token, ABSENT) for node in place)
+        return tuple(node for node in (*longer, self._trie.top(token)) if node != ABSENT)
 
-    def ways(self, place: list[int], width: int) -> list[Way]:
+    def ways(self, place: Place, width: int) -> list[Way]:
         """Return what followed the longest n-gram, most frequent first, then what followed shorter ones."""
-        if not place:
-            return []
-        # The longest n-gram ends with all others, so it identifies the place.
-        found = self._ways.get(place[0])
-        if found is None:
-            found = self._ways.note(place[0], self._looked_up(place))
-        return found[:width]
+        return self._ways(place)[:width] if place else []
 
-    def _looked_up(self, place: list[int]) -> list[Way]:
-        trie, found = self._trie, dict[int, float]()
-        for node in place:
-            for cost, token, _ in trie.steps(node, MOST_WAYS):
-                if token not in found and len(found) < MOST_WAYS:
-                    found[token] = share_chance(trie.size_of(node), len(found), exp(-cost))
-            if len(found) >= MOST_WAYS:
-                break
-        return list(found.items())
+
+def _ways_at(trie: GramTrie, place: Place) -> list[Way]:
+    found = dict[int, float]()
+    for node in place:
+        for cost, token, _ in trie.steps(node, MOST_WAYS):
+            if token not in found and len(found) < MOST_WAYS:
+                found[token] = share_chance(trie.size_of(node), len(found), exp(-cost))
+        if len(found) >= MOST_WAYS:
+            break
+    return list(found.items())
 
 
 class CorpusCache(GramCache):
@@ -179,7 +156,9 @@ class CorpusCache(GramCache):
         super().__init__(options)
         mark = options.fingerprint
         self._trie = load_corpus(options.corpus, mark() if callable(mark) else mark)
-        self._ways, self._children = _Known[list[Way]](), _Known[dict[int, int]]()
+        if self._trie is not None:
+            self._ways = lru_cache(_MOST_KNOWN)(partial(_ways_at, self._trie))
+            self._children = lru_cache(_MOST_KNOWN)(self._trie.children)
         self._tables: dict[tuple[int, int, torch.device], CorpusTables] = {}
 
     @property

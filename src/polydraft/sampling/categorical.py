@@ -18,7 +18,7 @@ NO_TOKEN = -1
 """Marks a missing child: the tree has none there, or the draft distribution's support is exhausted."""
 
 _BLOCK = 256
-_BELOW_ONE = 1 - 2**-53
+BELOW_ONE = 1 - 2**-53
 """The largest number below 1. Its product with any sum of weights is below that sum."""
 
 
@@ -38,7 +38,7 @@ class _BlockedWeights:
 
     def draw(self, uniforms_RK: Tensor) -> Tensor:
         """Draw one token per uniform number; `NO_TOKEN` where all weights are zero."""
-        uniforms_RK = uniforms_RK.double().clamp(max=_BELOW_ONE)
+        uniforms_RK = uniforms_RK.double().clamp(max=BELOW_ONE)
         if self.blocks == 1:
             running_RC = self.weights_RMC[:, 0].cumsum(-1, dtype=torch.float64)
             total_R1 = running_RC[:, -1:]
@@ -54,7 +54,7 @@ class _BlockedWeights:
         inside_RKC = self.weights_RMC.gather(1, block_RK[:, :, None].expand(-1, -1, _BLOCK))
         running_RKC = inside_RKC.cumsum(-1, dtype=torch.float64)
         # Rounding may leave the mark at or past the block's end: never step onto a token without weight.
-        mark_RK1 = torch.minimum((mark_RK - before_RK)[:, :, None], running_RKC[:, :, -1:] * _BELOW_ONE)
+        mark_RK1 = torch.minimum((mark_RK - before_RK)[:, :, None], running_RKC[:, :, -1:] * BELOW_ONE)
         within_RK = torch.searchsorted(running_RKC, mark_RK1, right=True)[:, :, 0]
         return torch.add(within_RK, block_RK, alpha=_BLOCK).where(total_R1 > 0, NO_TOKEN)
 

@@ -11,11 +11,9 @@ from torch import Tensor
 
 from polydraft.devices import can_sync
 from polydraft.sampling import NO_TOKEN, draw_one
+from polydraft.sampling.categorical import BELOW_ONE
 from polydraft.verify.scheme import SCHEMES, DistinctChildren, IndependentChildren, Scheme, Selection
 from polydraft.verify.weights import normalised, quotient, ratio
-
-_LARGEST = 1 - 2.0**-53
-"""The largest number below 1."""
 
 
 def _rejection_distribution(target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, replacement: bool) -> Tensor:
@@ -70,7 +68,7 @@ def _rejection_token(
         token_R1 = torch.where(undecided_R1 & (number_R1 < accept_R1), child_R1, token_R1)
         nearly_R1 = torch.where(accept_R1 > 0.5, child_R1, nearly_R1)
         undecided_R1 = undecided_R1 & (number_R1 >= accept_R1)
-        number_R1 = quotient(number_R1 - accept_R1, 1 - accept_R1).clamp(0, _LARGEST)
+        number_R1 = quotient(number_R1 - accept_R1, 1 - accept_R1).clamp(0, BELOW_ONE)
         if can_sync(token_R1) and not undecided_R1.any():
             return token_R1[:, 0]
         target_RV = torch.addcmul(target_RV, draft_RV, scale_R1, value=-1).clamp_(min=0)
