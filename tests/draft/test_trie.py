@@ -5,8 +5,9 @@ import random
 import torch
 
 from polydraft.draft.ladder import Ladder
-from polydraft.draft.trie import FEW_STEPS, WIDTH, TokenTrie, as_draft_tree, trie_ladder
+from polydraft.draft.trie import FEW_STEPS, TokenTrie, as_draft_tree, trie_ladder
 from polydraft.sampling import NO_TOKEN
+from small_tries import trie_of
 
 CPU = torch.device("cpu")
 
@@ -18,36 +19,18 @@ def paths_of(trie: TokenTrie) -> set[tuple[int, ...]]:
     return set(paths[1:])
 
 
-def test_common_beginnings_share_nodes() -> None:
-    trie = TokenTrie(7)
-    for tokens in ([1, 2, 3], [1, 2, 4], [1, 5], [6]):
-        trie.add(tokens, "here", 99)
-    assert len(trie) == 7
-    assert paths_of(trie) == {(1,), (1, 2), (1, 2, 3), (1, 2, 4), (1, 5), (6,)}
-
-
-def test_the_budget_is_in_nodes_and_the_first_come_first() -> None:
-    trie = TokenTrie(7)
-    trie.add([1, 2, 3], "one", 5)
-    trie.add([1, 4, 5, 6], "two", 5)
-    trie.add([8], "two", 5)
-    assert paths_of(trie) == {(1,), (1, 2), (1, 2, 3), (1, 4)}
-    assert trie.followed([1, 4, 5]) == ["one", "two"]
-
-
-def test_a_node_has_no_more_children_than_a_table_has_room_for() -> None:
-    trie = TokenTrie(7)
-    for token in range(WIDTH + 3):
-        trie.add([token, 50], "here", 99)
-    assert len(trie) == 1 + 2 * WIDTH
+def test_each_token_of_a_path_has_a_source() -> None:
+    trie = trie_of(7, [[1, 2, 3], [1, 4], [8]])
+    assert trie.followed([1, 4, 5]) == ["source 0", "source 1"]
+    assert trie.followed([8]) == ["source 2"] and trie.followed([2]) == trie.followed([]) == []
+    trie.cut(3)
+    assert paths_of(trie) == {(1,), (1, 2), (1, 2, 3)} and trie.followed([1, 4]) == ["source 0"]
 
 
 def test_chains_that_share_nothing_keep_their_sources() -> None:
-    trie = TokenTrie(7, shared=False)
-    trie.add([1, 2], "one", 99)
-    trie.add([1, 3, 4], "two", 99)
+    trie = trie_of(7, [[1, 2], [1, 3, 4]], shared=False)
     assert len(trie) == 6
-    assert trie.followed([1, 3, 4]) == ["one", "two", "two"]
+    assert trie.followed([1, 3, 4]) == ["source 0", "source 1", "source 1"]
 
 
 def test_rounds_have_few_sizes_and_nothing_to_propose_is_one_token() -> None:
@@ -64,9 +47,8 @@ def test_trees_hold_what_the_tries_hold() -> None:
     generator = random.Random(4)
     tries = []
     for row in range(12):
-        trie = TokenTrie(row)
-        for _ in range(row):
-            trie.add([generator.randrange(3) for _ in range(generator.randrange(1, 7))], "here", 30)
+        trie = trie_of(row, [[generator.randrange(3) for _ in range(generator.randrange(1, 7))] for _ in range(row)])
+        trie.cut(29)
         tries.append(trie)
     tree = as_draft_tree(tries, 30, 6, CPU)
     assert tree.tokens_BN[:, 0].tolist() == list(range(12))

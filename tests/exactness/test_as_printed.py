@@ -46,9 +46,9 @@ def test_only_full_branches_teach() -> None:
     source = session._certain.source
     assert isinstance(source, GramSource)
     source.receive([[*[21, 5, -1, 5, 6, -1] * 4, 2]])
-    assert source.memories[0][0].matches(4, 4) == []
+    assert source.rows[0].memories[0].matches(4, 4) == []
     source.receive([[*[21, 5, 6, 7, 7, 8] * 4, 3]])
-    assert [list(match.tokens) for match in source.memories[0][0].matches(4, 4)] == [[5, 7]]
+    assert [list(match.tokens) for match in source.rows[0].memories[0].matches(4, 4)] == [[5, 7]]
 
 
 def test_it_is_the_papers_own_retrieval(monkeypatch: pytest.MonkeyPatch) -> None:

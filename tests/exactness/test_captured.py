@@ -171,14 +171,14 @@ def test_a_lent_workspace_has_read_nothing_of_earlier_texts(monkeypatch: pytest.
     decoder = Decoder(TARGET, drafter(name))
     first = decoder.generate(RAGGED_PROMPTS[1], max_new_tokens=12, seed=0)
     source = decoder._spare[0][1].session._certain.source
-    assert source.read == [[*RAGGED_PROMPTS[1], *first.token_ids]]
+    assert [row.read for row in source.rows] == [[*RAGGED_PROMPTS[1], *first.token_ids]]
     read: list[int] = []
-    for memory in source.memories[0]:
+    for memory in source.rows[0].memories:
         monkeypatch.setattr(memory, "read", lambda tokens, read_by=memory.read: read.extend(tokens) or read_by(tokens))
     # Not even where the new text continues the old one.
     longer = [*RAGGED_PROMPTS[1], *first.token_ids, 3]
     decoder.stream(longer, max_new_tokens=4, seed=0)
-    assert read == len(source.memories[0]) * longer
+    assert read == len(source.rows[0].memories) * longer
 
 
 def test_errors_of_the_device_are_one_line() -> None:

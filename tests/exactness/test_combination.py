@@ -9,12 +9,13 @@ import torch
 from covering import some_slow
 from polydraft.draft import Parts, make_drafter
 from polydraft.draft.static_builder import StaticBuilder
-from polydraft.draft.trie import TokenTrie, as_draft_tree
+from polydraft.draft.trie import as_draft_tree
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DraftTree, parse_tree, union
 from polydraft.verify import SCHEMES
+from small_tries import trie_of
 
 from .checks import FALSE_ALARM, chi_square_p_value
 from .configurations import THRESHOLD, Configuration
@@ -98,9 +99,7 @@ def test_a_head_proposes_the_same_after_tokens_it_did_not_propose(monkeypatch: p
 
 
 def trie_tree(*paths: list[int]) -> DraftTree:
-    trie = TokenTrie(9)
-    for path in paths:
-        trie.add(path, "here", 20)
+    trie = trie_of(9, paths)
     return as_draft_tree([trie], len(trie), 4, torch.device("cpu"))
 
 

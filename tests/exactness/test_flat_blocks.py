@@ -9,7 +9,7 @@ import torch
 
 from polydraft.certify.reference import greedy_text
 from polydraft.draft import Parts, make_drafter
-from polydraft.draft.trie import TokenTrie, as_draft_tree
+from polydraft.draft.trie import as_draft_tree
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.loading import load
@@ -17,6 +17,7 @@ from polydraft.papers.flat_blocks import FlatBlocksWalk
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DraftTree, parse_tree
 from polydraft.verify import Naive, NodeWalk, Walk
+from small_tries import trie_of
 
 from .checks import FALSE_ALARM, chi_square_p_value
 from .setups import TARGET, VOCABULARY, gram_options
@@ -26,9 +27,7 @@ AFTER_ONE_V = torch.tensor([[0.1, 0.9]], dtype=torch.float64)
 
 
 def tree_of(shared: bool) -> DraftTree:
-    trie = TokenTrie(0, shared)
-    for tokens in CANDIDATES:
-        trie.add(tokens, "here", 99)
+    trie = trie_of(0, CANDIDATES, shared)
     return as_draft_tree([trie], len(trie), 3, torch.device("cpu"))
 
 

@@ -116,7 +116,7 @@ def test_branches_are_what_the_paper_says(monkeypatch: pytest.MonkeyPatch, seeds
     original = GramSource.receive
 
     def noting(source: GramSource, reports: Sequence[Sequence[int]]) -> None:
-        notes.append(([list(text) for text in source.read], reports))
+        notes.append(([list(row.read) for row in source.rows], reports))
         original(source, reports)
 
     monkeypatch.setattr(GramSource, "receive", noting)
@@ -150,11 +150,11 @@ def test_branches_feed_the_context_cache() -> None:
     session.begin([[30, 21]], 50, [0], RowParams((GREEDY,)))
     source = session._certain.source
     assert isinstance(source, GramSource)
-    assert source.memories[0][0].matches(4, 4) == []
+    assert source.rows[0].memories[0].matches(4, 4) == []
     # Three branches of four tokens, and the drafts after each; then of three.
     source.receive([[21, 5, 6, 7, 5, 6, 7, 8, *[1] * 16, 4]])
     source.receive([[*[21, 5, 6, NO_TOKEN, 5, 6, 7, 9] * 3, 3]])
-    assert [5, 6, 7] in [list(match.tokens[:3]) for match in source.memories[0][0].matches(4, 4)]
+    assert [5, 6, 7] in [list(match.tokens[:3]) for match in source.rows[0].memories[0].matches(4, 4)]
 
 
 def test_first_tokens_come_from_the_rows_own_random_numbers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -164,7 +164,7 @@ def test_texts_follow_the_target_while_predictions_sleep_and_wake(monkeypatch: p
     awake, propose = Counter[bool](), DraftSession.propose
 
     def counted(session: Any, *arguments: Any) -> Any:
-        awake.update(session._certain.source.awake)  # by row: others may be awake in the same round
+        awake.update(row.awake for row in session._certain.source.rows)  # by row: others may be awake in the same round
         return propose(session, *arguments)
 
     monkeypatch.setattr(DraftSession, "propose", counted)

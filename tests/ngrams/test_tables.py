@@ -23,7 +23,7 @@ DEPTH = 6
 def built(names, options, texts, nodes, depth=DEPTH):
     """The builder, and its tree of some texts."""
     caches = [GRAM_CACHES.get(name)(options) for name in names]
-    sizes = Sizes(nodes=nodes, depth=depth, riders=RiderOptions(branches=0), least=0.0, ladder=trie_ladder(nodes, (nodes,)))
+    sizes = Sizes(nodes=nodes, depth=depth, width=WIDTH, least=0.0, riders=RiderOptions(branches=0))
     builder = DeviceTrieBuilder(caches, sizes, len(texts), CPU, "+".join(names))
     builder.source.make_room(places=1 + nodes, depth=depth, captured=False)
     builder.source.begin(texts, max(map(len, texts)) + 20, range(len(texts)))

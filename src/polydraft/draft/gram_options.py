@@ -7,8 +7,7 @@ from typing import Any
 import torch
 
 from polydraft.devices import captures, is_host
-from polydraft.draft.ladder import Ladder
-from polydraft.draft.trie import FEW_STEPS, STEPS, trie_ladder
+from polydraft.draft.trie import FEW_STEPS, STEPS, Limits, trie_ladder
 from polydraft.errors import UsageError, unknown_name
 from polydraft.ngrams import GramOptions, tokenizer_fingerprint
 from polydraft.trees import MAX_NODES
@@ -137,17 +136,12 @@ class GramTreeOptions:
         nodes = self.nodes or (max(_TOKENS_ON_CPU - riders.most, _LEAST_TOKENS) if cpu else _USUAL_TOKENS)
         least = self.least_chance if self.least_chance is not None else _LEAST_CHANCE_ON_CPU if cpu else _LEAST_CHANCE
         ladder = trie_ladder(nodes, FEW_STEPS if captures(device) else STEPS)
-        return Sizes(nodes=nodes, depth=min(self.depth, nodes), riders=riders, least=least, ladder=ladder)
+        depth, width = min(self.depth, nodes), self.candidates
+        return Sizes(nodes=nodes, depth=depth, width=width, least=least, ladder=ladder, riders=riders)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """Sizes of a round on one device."""
+class Sizes(Limits):
+    """What a round has on one device: a trie within limits, and riders."""
 
-    nodes: int
-    depth: int
-    """Levels of the trie; at most the number of nodes."""
     riders: RiderOptions
-    least: float
-    ladder: Ladder
-    """Sizes of rounds, up to `nodes` candidates."""

@@ -1,11 +1,13 @@
 """N-gram memories of a batch, one per cache and row, and the riders that teach them."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from polydraft.draft.gram_options import RiderOptions
 from polydraft.draft.source import Source
+from polydraft.draft.trie import TokenTrie
 from polydraft.models import LanguageModel
 from polydraft.ngrams import GramCache, GramMemory
 from polydraft.registry import Registry
@@ -31,11 +33,8 @@ class Riders(ByRow):
         """Random numbers per row and round."""
         return 0
 
-    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
-        """Start over in some rows."""
-
-    def admit(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Set the parameters of all rows, and take new texts in some of them."""
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Begin new texts in some rows, and set the parameters of all rows."""
 
     def use(self, params: RowParams) -> None:
         """Set the rows' parameters after the number of rows has changed."""
@@ -60,71 +59,70 @@ RIDERS: Registry[Callable[[RiderOptions, LanguageModel, int], Riders]] = Registr
 """Make the riders of a batch from their options, the target and the number of rows; `polydraft.papers` registers them."""
 
 
-_NEW_ROW: dict[str, Callable[[], object]] = {
-    "read": list,
-    "idle": lambda: True,  # until a text begins
-    "resting": bool,
-    "promised": lambda: (False, False),
-    "awake": lambda: True,
-}
+@dataclass(eq=False)
+class GramRow:
+    """One row: its text, and the memories that have read it."""
+
+    memories: list[GramMemory]
+    read: list[int] = field(default_factory=list)
+    """The text that the memories have read."""
+    idle: bool = True
+    """Whether there is no text, or it has ended."""
+    resting: bool = False
+    """Whether nothing is drafted in this round because it would not pay."""
+    awake: bool = True
+    """Whether the memories propose in this round."""
+    promised: tuple[bool, bool] = (False, False)
+    """Whether the memories promised enough before the last round, and after it."""
+    next: TokenTrie | None = None
+    """What the memories propose in the next round, if that is known already."""
+
+    def forget(self) -> None:
+        """Empty the memories."""
+        self.read = []
+        for memory in self.memories:
+            memory.reset()
+
+    def remember(self, tokens: Sequence[int]) -> None:
+        """Let the memories read more text."""
+        self.read.extend(tokens)
+        for memory in self.memories:
+            memory.read(tokens)
 
 
 class GramSource(Source):
     """N-gram memories of one batch on the host, one per cache and row, and the riders that teach them."""
 
-    ROW_STATE = ("memories", "read", "idle", "resting", "promised", "awake")
+    ROW_STATE = ("rows",)
     FORGETS = True
     learns = True
 
     def __init__(self, caches: Sequence[GramCache], riders: Riders, gram: int, batch_size: int) -> None:
         self.names, self.riders, self._gram = [cache.name for cache in caches], riders, gram
         self._caches = caches
-        self.memories = [self._opened() for _ in range(batch_size)]
-        self.read: list[list[int]] = [[] for _ in range(batch_size)]
-        """The text that each row's memories have read."""
-        self.idle = [False] * batch_size
-        self.resting = [False] * batch_size
-        """Rows that draft nothing in this round because it would not pay."""
-        self.promised = [(False, False)] * batch_size
-        """Whether each row's memories promised enough before its last round, and after it."""
-        self.awake = [True] * batch_size
-        """Rows whose memories propose in this round."""
+        self.rows = [self.new_row("rows") for _ in range(batch_size)]
 
     def row_parts(self) -> Iterable[ByRow]:
         """Return the riders."""
         return (self.riders,)
 
-    def new_row(self, name: str) -> object:
+    def new_row(self, name: str) -> GramRow:
         """Start with empty memories."""
-        return self._opened() if name == "memories" else _NEW_ROW[name]()
-
-    def _opened(self) -> list[GramMemory]:
-        return [cache.open() for cache in self._caches]
+        return GramRow([cache.open() for cache in self._caches])
 
     def forget(self, rows: Sequence[int]) -> None:
         """Empty the memories of these rows."""
         for row in rows:
-            self._forget(row)
+            self.rows[row].forget()
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int]) -> None:
         """Read the texts; if a row's new text does not continue the old one, its memories are emptied first."""
         for row in rows:
-            text, read = texts[row], self.read[row]
-            if list(text[: len(read)]) != read:
-                self._forget(row)
-            self._remember(row, text[len(self.read[row]) :])
-            self.idle[row], self.promised[row] = False, (True, True)
-        self.riders.begin(texts, rows)
-
-    def _forget(self, row: int) -> None:
-        self.read[row] = []
-        for memory in self.memories[row]:
-            memory.reset()
-
-    def _remember(self, row: int, tokens: Sequence[int]) -> None:
-        self.read[row].extend(tokens)
-        for memory in self.memories[row]:
-            memory.read(tokens)
+            own, text = self.rows[row], texts[row]
+            if list(text[: len(own.read)]) != own.read:
+                own.forget()
+            own.remember(text[len(own.read) :])
+            own.idle, own.promised, own.next = False, (True, True), None
 
     def commit(self, verdict: Verdict, places_BD: Tensor, keep_B: Tensor, features_BNF: Tensor) -> Tensor | None:
         """Return the riders' report."""
@@ -132,14 +130,14 @@ class GramSource(Source):
 
     def receive(self, reports: Sequence[Sequence[int]]) -> None:
         """Teach the memories what the riders found."""
-        for memories, report, idle, resting in zip(self.memories, reports, self.idle, self.resting, strict=True):
-            if not idle and not resting:
+        for row, report in zip(self.rows, reports, strict=True):
+            if not row.idle and not row.resting:
                 for gram in self.riders.grams(report, self._gram):
-                    for memory in memories:
+                    for memory in row.memories:
                         memory.learn(gram)
 
     def settle(self, texts: Sequence[Sequence[int]], emitted: Sequence[Sequence[int]]) -> None:
         """Read the emitted tokens; a row without any has ended."""
-        for row, tokens in enumerate(emitted):
-            self.idle[row] = not tokens
-            self._remember(row, tokens)
+        for row, tokens in zip(self.rows, emitted, strict=True):
+            row.idle = not tokens
+            row.remember(tokens)

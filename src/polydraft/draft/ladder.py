@@ -40,8 +40,6 @@ class Rung:
 
     nodes: int
     """Nodes of every row's tree, root included."""
-    depth: int = 0
-    """Levels below the root."""
     fair: float = 0.0
     """Accepted tokens of an average draft's tree of this size, to compare rungs."""
 

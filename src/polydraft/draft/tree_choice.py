@@ -52,7 +52,7 @@ class TreeChoice:
         self.trees = tuple(trees)
         wider = max((tree.max_children for tree in trees), default=0) - len(FAIR)
         ranks = (*FAIR, *(FAIR[-1] / 2**rank for rank in range(1, wider + 1)))
-        rungs = [Rung(tree.num_nodes, tree.depth, tree_tokens(tree, ranks) - 1) for tree in trees]
+        rungs = [Rung(tree.num_nodes, tree_tokens(tree, ranks) - 1) for tree in trees]
         self.ladder = Ladder(rungs, timings, rows, clock)
         self._company = rows > 1
         self.alone, self.steady, self.mixed = True, False, False

@@ -47,46 +47,24 @@ def check_node_walk(drafter: str, walk: str) -> None:
 
 
 class TokenTrie:
-    """Continuations of one text, which share the nodes of common prefixes.
+    """Continuations of one text, as a tree whose root is the pending token; parents come before their children."""
 
-    Parameters
-    ----------
-    root : int
-        The pending token.
-    shared : bool
-        Whether to share prefixes. If not, every continuation is a chain of its own, as in the Self-Draft paper.
-    """
-
-    def __init__(self, root: int, shared: bool = True) -> None:
+    def __init__(self, root: int) -> None:
         self.tokens, self.parents, self.depths, self.ranks = [root], [0], [0], [0]
         self.sources = [""]
         """Who proposed each node first."""
         self.chances = [1.0]
         """The chance that each node is reached and accepted, if its memories estimate one."""
-        self._children: list[dict[int, int]] = [{}]
         self._count = [0]
-        self._shared = shared
+        """How many children each node has."""
 
     def __len__(self) -> int:
         return len(self.tokens)
-
-    def add(self, tokens: Sequence[int], source: str, limit: int) -> None:
-        """Add a continuation, or as much of it as fits into `limit` nodes, root included."""
-        node = 0
-        for token in tokens:
-            child = self._children[node].get(token) if self._shared else None
-            if child is None:
-                if len(self.tokens) >= limit or (self._shared and self._count[node] >= WIDTH):
-                    return
-                child = self.child(node, token, source)
-            node = child
 
     def child(self, node: int, token: int, source: str, chance: float = 0.0) -> int:
         """Add a new child to a node; return its number."""
         child, rank = len(self.tokens), self._count[node]
         self._count[node] = rank + 1
-        self._children[node][token] = child
-        self._children.append({})
         self._count.append(0)
         self.tokens.append(token)
         self.parents.append(node)
@@ -97,28 +75,21 @@ class TokenTrie:
         return child
 
     def cut(self, candidates: int) -> None:
-        """Keep only the first `candidates` candidates; parents come before their children."""
+        """Keep only the first `candidates` candidates."""
         first = 1 + candidates
-        for parent, token in zip(self.parents[first:], self.tokens[first:], strict=True):
-            if parent < first:
-                del self._children[parent][token]
-                self._count[parent] -= 1
-        for values in (self.tokens, self.parents, self.depths, self.ranks, self.sources, self.chances):
+        for parent in self.parents[first:]:
+            self._count[parent] -= 1
+        for values in (self.tokens, self.parents, self.depths, self.ranks, self.sources, self.chances, self._count):
             del values[first:]
-        del self._children[first:], self._count[first:]
 
     def followed(self, tokens: Sequence[int]) -> list[str]:
         """Return who proposed each token of a path, as far as the trie holds it."""
-        sources, reached = [], [0]
-        for token in tokens:
-            if self._shared:
-                reached = [child for node in reached if (child := self._children[node].get(token)) is not None]
-            else:  # chains that begin alike
-                places = enumerate(zip(self.parents, self.tokens, strict=True))
-                reached = [node for node, (parent, other) in places if node and parent in reached and other == token]
-            if not reached:
-                break
-            sources.append(self.sources[reached[0]])
+        sources, reached = list[str](), {0}
+        for node, (parent, depth) in enumerate(zip(self.parents, self.depths, strict=True)):
+            if parent in reached and 0 < depth <= len(tokens) and self.tokens[node] == tokens[depth - 1]:
+                reached.add(node)
+                if depth > len(sources):  # of chains that begin alike, the first counts
+                    sources.append(self.sources[node])
         return sources
 
 

@@ -1,13 +1,14 @@
 """Tries of what n-gram memories propose, one per row, with as many candidates as pay."""
 
 from collections.abc import Hashable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from polydraft.draft.builder import Builder
 from polydraft.draft.gram_options import GramTreeOptions, Sizes
-from polydraft.draft.gram_source import GramSource
+from polydraft.draft.gram_source import GramRow, GramSource
 from polydraft.draft.policy import RowPolicy
 from polydraft.draft.trie import Limits, TokenTrie, as_draft_tree, check_node_walk, grow
 from polydraft.ngrams import GramMemory
@@ -51,10 +52,7 @@ class TrieBuilder(Builder):
         self.source: GramSource = source
         self._options, self._device, self._name = options, device, name
         # A policy knows what each candidate costs, so rounds are not filled up.
-        self._ladder = sizes.ladder if policy is None else None
-        self._limits = Limits(
-            nodes=sizes.nodes, depth=sizes.depth, width=options.candidates, least=sizes.least, ladder=self._ladder
-        )
+        self._limits: Limits = sizes if policy is None else replace(sizes, ladder=None)
         self._tries: list[TokenTrie] = []
         self.policy = policy
         self._sleeps = policy is None and all(name == PREDICTION for name in source.names)
@@ -68,9 +66,9 @@ class TrieBuilder(Builder):
     def wake(self, *, ahead: bool) -> None:
         """Wake the rows whose memories promised enough."""
         if self._sleeps:
-            rows = zip(self.source.promised, self.source.idle, strict=True)
-            self.source.awake = [promised[ahead] and not idle for promised, idle in rows]
-            self.asleep = not any(self.source.awake)
+            for row in self.source.rows:
+                row.awake = row.promised[ahead] and not row.idle
+            self.asleep = not any(row.awake for row in self.source.rows)
 
     @property
     def num_uniforms(self) -> int:
@@ -88,7 +86,7 @@ class TrieBuilder(Builder):
     @property
     def rest_reason(self) -> str:
         """The policy's reason if rows rest; else that the caches found nothing."""
-        policy = self.policy if any(self.source.resting) else None
+        policy = self.policy if any(row.resting for row in self.source.rows) else None
         return NOTHING_FOUND if policy is None else policy.rest_reason
 
     def resolve_walk(self, name: str) -> Walk:
@@ -98,24 +96,27 @@ class TrieBuilder(Builder):
 
     def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
         """Merge what the memories propose."""
-        source = self.source
+        rows, riders = self.source.rows, self.source.riders
         if self.policy is not None:
-            source.resting = [not drafts for drafts in self.policy.drafting]
-            if source.riders.num_uniforms:
-                source.riders.resting_B = torch.tensor(source.resting, device=self._device)
-        self._tries = [
-            self.trie(memories, read[-1]) if awake and not idle and not resting else TokenTrie(read[-1] if read else 0)
-            for awake, memories, read, idle, resting in zip(
-                source.awake, source.memories, source.read, source.idle, source.resting, strict=True
-            )
-        ]
+            for row, drafts in zip(rows, self.policy.drafting, strict=True):
+                row.resting = not drafts
+            if riders.num_uniforms:
+                riders.resting_B = torch.tensor([row.resting for row in rows], device=self._device)
+        self._tries = [self._proposed(row) for row in rows]
         if self.policy is not None:
             self._keep_what_pays(self.policy)
         most = max(map(len, self._tries))
-        if most == 1 and self._ladder is None:
+        ladder = self._limits.ladder
+        if most == 1 and ladder is None:
             return DraftTree.bare(tail_B2[:, 1], self.depth)
-        size = most if self._ladder is None else self._ladder.holding(most).nodes
+        size = most if ladder is None else ladder.holding(most).nodes
         return as_draft_tree(self._tries, size, self.depth, self._device)
+
+    def _proposed(self, row: GramRow) -> TokenTrie:
+        """Return what a row's memories propose in this round: a lone root if the row does not draft."""
+        if row.idle or row.resting or not row.awake:
+            return TokenTrie(row.read[-1] if row.read else 0)
+        return row.next or self.trie(row.memories, row.read[-1])
 
     def _keep_what_pays(self, policy: RowPolicy) -> None:
         """Cut the tries to the candidates that pay, and tell the policy what they promise."""
@@ -128,34 +129,35 @@ class TrieBuilder(Builder):
             trie.cut(count)
         # A row without candidates decodes plainly, unless its branches ride along.
         rides = self.source.riders.num_uniforms > 0
-        drafts = [int(not resting and (count > 0 or rides)) for resting, count in zip(self.source.resting, counts, strict=True)]
+        pairs = zip(self.source.rows, counts, strict=True)
+        drafts = [int(not row.resting and (count > 0 or rides)) for row, count in pairs]
         policy.plan([sum(trie.chances[1:]) for trie in self._tries], counts, drafts)
 
     def took(self, counts: Sequence[int]) -> None:
         """Tell the policy how many candidates were accepted."""
         if self.policy is not None:
-            self.policy.learn(counts, [not idle for idle in self.source.idle])
+            self.policy.learn(counts, [not row.idle for row in self.source.rows])
 
     def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Begin new texts in some rows."""
         super().begin(texts, rows, params)
         for row in rows:
-            for memory in self.source.memories[row]:
+            for memory in self.source.rows[row].memories:
                 memory.expect(params.rows[row])
-        self.source.riders.admit(texts, rows, params)
+        self.source.riders.begin(texts, rows, params)
 
     def use(self, params: RowParams) -> None:
         """Pass the rows' parameters on to the riders."""
         self.source.riders.use(params)
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Pass new tokens on to the riders, and note what the memories of sleeping rows now promise."""
+        """Pass new tokens on to the riders; if rows may sleep, grow the next tries, and note what they promise."""
         self.source.riders.advance(emitted)
         if self._sleeps:
-            enough, source = _WAKES_BESIDE_DRAFT if self.beside_draft else _WAKES, self.source
-            for row, (_, last) in enumerate(source.promised):
-                trie = TokenTrie(0) if source.idle[row] else self.trie(source.memories[row], source.read[row][-1])
-                source.promised[row] = last, sum(trie.chances[1:]) >= enough
+            enough = _WAKES_BESIDE_DRAFT if self.beside_draft else _WAKES
+            for row in self.source.rows:
+                row.next = None if row.idle else self.trie(row.memories, row.read[-1])
+                row.promised = row.promised[1], row.next is not None and sum(row.next.chances[1:]) >= enough
 
     def attached(self, tree: DraftTree, uniforms_BU: Tensor) -> DraftTree:
         """Add the riders."""

@@ -67,7 +67,7 @@ class Branches(Riders):
         """Random numbers per row and round. Only a row's first round uses them, but every round consumes that many."""
         return self.options.branches
 
-    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
         """Forget the branches of some rows; new branches begin with the next pass."""
         from_prompt = self.options.seeds == "prompt"
         wanted = round_up(max((len(texts[row]) for row in rows), default=1)) if from_prompt else 1
@@ -165,7 +165,7 @@ class DrawnBranches(Branches):
         self.greedy_B = torch.zeros(batch_size, dtype=torch.bool, device=target.device)
 
     def row_parts(self) -> Iterable[ByRow]:
-        """Return the parts with state of their own by row."""
+        """Return the warper, which knows the rows' texts and parameters."""
         return (self._warper,)
 
     @property
@@ -178,8 +178,9 @@ class DrawnBranches(Branches):
         """One per branch for its first token, and one per draft."""
         return self.options.branches + self.options.most
 
-    def admit(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
-        """Set the sampling parameters of all rows, and start new texts in some."""
+    def begin(self, texts: Sequence[Sequence[int]], rows: Sequence[int], params: RowParams) -> None:
+        """Begin new texts in some rows, and set the sampling parameters of all rows."""
+        super().begin(texts, rows, params)
         self._warper.admit(params, rows, [texts[row] for row in rows])
         assign(self.greedy_B, params.greedy)
 

@@ -23,7 +23,7 @@ from polydraft.verify.walk import TargetDistribution, fault_of
 class FlatBlocksBuilder(TrieBuilder):
     """Builds separate chains that share no nodes, those after the longest prefixes first."""
 
-    obstacle = "flat blocks are lossy and not made for speed: their walk looks at how deep each node is"
+    obstacle = "the walk over flat blocks, a lossy rule kept for comparison, looks at values on the host"
 
     def resolve_walk(self, name: str) -> Walk:
         """Return the walk that keeps the longest chain; refuse any name but ``node``, as other tries do."""
@@ -32,13 +32,15 @@ class FlatBlocksBuilder(TrieBuilder):
 
     def trie(self, memories: Sequence[GramMemory], root: int) -> TokenTrie:
         """Return the continuations of the longest prefixes."""
-        trie, found = TokenTrie(root, shared=False), list[tuple[Match, str]]()
+        trie, found = TokenTrie(root), list[tuple[Match, str]]()
         for name, memory in zip(self.source.names, memories, strict=True):
             assert isinstance(memory, ContinuationMemory), name
             found += [(match, name) for match in memory.matches(self._options.candidates, self.depth)]
         found.sort(key=lambda pair: -pair[0].prefix)  # stable: of equal prefixes the first cache's come first
         for match, name in found:
-            trie.add(match.tokens, name, 1 + self._limits.nodes)
+            node = 0
+            for token in match.tokens[: 1 + self._limits.nodes - len(trie)]:
+                node = trie.child(node, token, name)
         return trie
 
 
