@@ -1,7 +1,7 @@
 """Dynamic trees as a GPU has them, on a CPU: of one size, so that rounds can be captured."""
 
 from polydraft.draft import Builder, TreeDrafter
-from polydraft.draft.fixed_builder import FixedBuilder
+from polydraft.draft.shaped_builder import FixedBuilder
 from polydraft.models import LanguageModel
 from polydraft.sampling import RowParams
 from polydraft.trees import DynamicShape

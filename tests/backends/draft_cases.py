@@ -9,9 +9,8 @@ from torch import Tensor
 
 from polydraft.draft import DistributionSource
 from polydraft.draft.builder import DraftDistributions
-from polydraft.draft.fixed_builder import FixedBuilder
 from polydraft.draft.growth import Grown, Passes
-from polydraft.draft.shaped_builder import ranking_params
+from polydraft.draft.shaped_builder import FixedBuilder, ranking_params
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, RowParams, SamplingParams
 from polydraft.trees import Block, DynamicShape
 

@@ -12,7 +12,7 @@ from polydraft import operations
 from polydraft.backends.triton import interpreting
 from polydraft.draft import DistributionSource
 from polydraft.draft.candidates import best
-from polydraft.draft.fixed_builder import FixedBuilder
+from polydraft.draft.shaped_builder import FixedBuilder
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, RowParams, SamplingParams
 from polydraft.trees import Block, DraftTree, DynamicShape
 

@@ -13,9 +13,9 @@ from covering import all_slow, covering, some_slow
 from fixed_trees import FixedTrees
 from polydraft.certify.reference import greedy_text
 from polydraft.draft import Combination
-from polydraft.draft.fixed_builder import FixedBuilder
 from polydraft.draft.gram_options import GramTreeOptions
 from polydraft.draft.grams import gram_tree
+from polydraft.draft.shaped_builder import FixedBuilder
 from polydraft.engine import Decoder, Generation, Stats
 from polydraft.engine.round import run_round
 from polydraft.sampling import RowParams, SamplingParams

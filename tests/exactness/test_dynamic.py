@@ -173,7 +173,7 @@ def root_children(distribution: tuple[float, ...], nodes: int = 64) -> int:
     rest = torch.full((4096,), (1 - sum(distribution)) / 4096)
     value_1K, _ = largest(torch.cat([torch.tensor(distribution), rest])[None], 16)
     gain_11K = gains(value_1K, torch.ones(1, 1))
-    return int(policy.allot(gain_11K, torch.zeros(1, dtype=torch.long), share=16, least=1).counts_BW[0, 0])
+    return int(policy.allot(gain_11K, torch.zeros(1, dtype=torch.long), share=16, least=1)[0][0, 0])
 
 
 def amx_costs() -> Costs:
@@ -191,12 +191,12 @@ def test_where_passes_cost_alike_the_root_gets_many_children_and_few_where_the_d
 def test_allotted_children_fit_the_room_and_take_the_best() -> None:
     policy = RowPolicy(CHEAP, 2, 9)
     gain_BWK = torch.tensor([[[0.5, 0.2, 0.1], [0.3, 0.05, 0.0]], [[0.4, 0.3, 0.2], [0.0, 0.0, 0.0]]]).double()
-    found = policy.allot(gain_BWK, torch.tensor([5, 0]), share=0, least=0)
+    counts_BW, net_B = policy.allot(gain_BWK, torch.tensor([5, 0]), share=0, least=0)
     # Room for three in the first row; no child without gain in the second.
-    assert found.counts_BW.tolist() == [[2, 1], [3, 0]]
-    assert found.net_B[0] < 1.0 and found.net_B[1] < 0.9 and (found.net_B > 0.5).all()
-    full = policy.allot(gain_BWK, torch.tensor([8, 8]), share=0, least=0)
-    assert full.counts_BW.sum() == 0 and (full.net_B == 0).all()
+    assert counts_BW.tolist() == [[2, 1], [3, 0]]
+    assert net_B[0] < 1.0 and net_B[1] < 0.9 and (net_B > 0.5).all()
+    counts_BW, net_B = policy.allot(gain_BWK, torch.tensor([8, 8]), share=0, least=0)
+    assert counts_BW.sum() == 0 and (net_B == 0).all()
 
 
 def test_a_level_looks_for_the_likeliest_tokens_once(monkeypatch: pytest.MonkeyPatch) -> None:

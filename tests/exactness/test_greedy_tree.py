@@ -12,7 +12,7 @@ import interpreted
 from covering import covering
 from fixed_trees import FixedTrees
 from polydraft.draft import TreeDrafter
-from polydraft.draft.fixed_builder import FixedBuilder
+from polydraft.draft.shaped_builder import FixedBuilder
 from polydraft.draft.static_builder import StaticBuilder
 from polydraft.engine import Decoder, Generation
 from polydraft.errors import UsageError

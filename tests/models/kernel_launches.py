@@ -28,7 +28,7 @@ from polydraft.backends.triton.layers import FusedBody, TreeView, add_norm, gate
 from polydraft.backends.triton.verification import FusedRound
 from polydraft.devices import values_hidden
 from polydraft.draft import DistributionSource
-from polydraft.draft.fixed_builder import FixedBuilder
+from polydraft.draft.shaped_builder import FixedBuilder
 from polydraft.draft.static_builder import plant_columns, plant_largest
 from polydraft.engine.outcome import conclude
 from polydraft.models import FAMILIES, FeatureHead

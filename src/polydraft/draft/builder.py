@@ -58,7 +58,7 @@ class Builder(ByRow, ABC):
 
     @property
     def suffices(self) -> Sequence[bool] | None:
-        """Rows whose last tree is so good that they need no draft as well; None if this builder never says so."""
+        """Rows whose last tree promises so much that they need no draft; None if this builder cannot tell."""
         return None
 
     @property
@@ -239,6 +239,14 @@ class DistributionBuilder(Builder):
     @abstractmethod
     def _draft_params(self, params: RowParams) -> RowParams:
         """Return the draft's sampling parameters, given the target's."""
+
+    def _bare(self, root_B: Tensor) -> DraftTree:
+        """Return lone roots, for rounds in which nothing is drafted, with the depth that outcomes have in all rounds."""
+        distributions, columns = tuple[Tensor, ...](), self._distributions.num_columns
+        if not self.scheme.follows_target:  # no child was drawn, so any distribution will do
+            distribution_111 = torch.full((1, 1, 1), 1 / columns, device=root_B.device)
+            distributions = (distribution_111.expand(len(root_B), 1, columns),) * self.depth
+        return DraftTree.bare(root_B, self.depth, distributions, self._distributions.vocabulary)
 
     def row_parts(self) -> Iterable[ByRow]:
         """Return the draft's distributions as well."""

@@ -173,11 +173,9 @@ class Drawn(Candidates):
         # How many children pay, and which are certain, both follow from the likeliest tokens, which are found once.
         ranked = largest(probs_BWV.flatten(0, 1), most)
         gain_BWK = gains(ranked[0], scores_BW.exp(), self.policy.belief)
-        allotment = self.policy.allot(gain_BWK, self._nodes(growing), self._shares[depth], least=int(depth == 0))
-        level = drawn_children(
-            self.scheme, scores_BW, probs_BWV, ranked, allotment.counts_BW, own_BU, self.greedy_B, self.policy.belief
-        )
-        return self._tokens(level), allotment.net_B
+        counts_BW, promise_B = self.policy.allot(gain_BWK, self._nodes(growing), self._shares[depth], least=int(depth == 0))
+        level = drawn_children(self.scheme, scores_BW, probs_BWV, ranked, counts_BW, own_BU, self.greedy_B, self.policy.belief)
+        return self._tokens(level), promise_B
 
     def _nodes(self, growing: Growing) -> Tensor:
         """Return how many candidates each row has."""
@@ -308,10 +306,3 @@ class DynamicBuilder(ShapedBuilder):
             return self._bare(growing.root_B)
         self._grown = growing.tree(keep_BC, most, self._candidates.branch, self.depth)
         return self._candidates.dressed(self._grown)
-
-    def _bare(self, root_B: Tensor) -> DraftTree:
-        """Return a lone root, for when all rows rest or nothing pays; it is verified like a deep tree."""
-        columns, distributions = self._distributions.vocab_size, tuple[Tensor, ...]()
-        if not self.scheme.follows_target:  # no child was drawn, so any distribution will do
-            distributions = (torch.full((1, 1, 1), 1 / columns).expand(len(root_B), 1, columns),) * self.depth
-        return DraftTree.bare(root_B, self.depth, distributions)

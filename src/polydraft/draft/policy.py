@@ -100,54 +100,31 @@ class RoundPlan:
     """Draft levels; 0 for a row that rests."""
 
 
-@dataclass(frozen=True, eq=False)
-class Allotment:
-    """How many children the nodes of a level draw."""
-
-    counts_BW: Tensor
-    net_B: Tensor
-    """Accepted tokens that they promise, less what plain decoding would yield in the time it takes to verify them."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
 class Load:
-    """What rounds with this many rows cost, in plain rounds with as many rows."""
+    """What rounds with this many rows cost, in plain rounds with as many rows.
 
-    rows: int
-    passes: list[float]
-    """Cost of a pass, by the number of candidates of each row."""
-    level: float
-    overhead: float
-    rate: float
-    """Tokens that an average draft brings in the time of a plain round."""
-    first_rate: float
-    """The same, as believed before the first round."""
-    growth: float
-    """Tokens that a level of an average draft brings per token of the level above, less the cost of its nodes."""
-    chain: bool
-    """Whether each level has one node, see `Belief.front`."""
+    A pass costs by its tokens, all other work by the number of rows.
+    """
 
-    @classmethod
-    def of(cls, costs: Costs, rows: int, nodes: int, belief: Belief = FAIR) -> "Load":
-        """Scale the costs of one row: a pass costs by its tokens, all other work by the number of rows."""
+    def __init__(self, costs: Costs, rows: int, nodes: int, belief: Belief) -> None:
         plain = costs.tree_pass(rows) if rows > 1 else 1.0
-        passes = [costs.tree_pass(rows * (count + 1)) / plain for count in range(nodes)]
-        level, overhead = costs.draft_level * rows / plain, costs.overhead * rows / plain
+        self.rows = rows
+        self.passes = [costs.tree_pass(rows * (count + 1)) / plain for count in range(nodes)]
+        """Cost of a pass, by the number of candidates of each row."""
+        self.level, self.overhead = costs.draft_level * rows / plain, costs.overhead * rows / plain
         fitting = [one for one in belief.typical if one[0] <= nodes] or [belief.typical[0]]
         # Added in the same order as in `speedup`: for a single row, the results must have the same bits.
-        rate = max(tokens / (level * levels + passes[count - 1] + overhead) for count, levels, tokens in fitting)
-        price = _FURTHER * (passes[min(belief.front, nodes) - 1] - passes[0])
-        growth = max(belief.growth - price, _LEAST_GROWTH)
-        return cls(
-            rows=rows,
-            passes=passes,
-            level=level,
-            overhead=overhead,
-            rate=rate,
-            first_rate=min(rate, belief.most_rate),
-            growth=growth,
-            chain=belief.front == 1,
+        self.rate = max(
+            tokens / (self.level * levels + self.passes[count - 1] + self.overhead) for count, levels, tokens in fitting
         )
+        """Tokens that an average draft brings in the time of a plain round."""
+        self.first_rate = min(self.rate, belief.most_rate)
+        """The same, as believed before the first round."""
+        price = _FURTHER * (self.passes[min(belief.front, nodes) - 1] - self.passes[0])
+        self.growth = max(belief.growth - price, _LEAST_GROWTH)
+        """Tokens that a level of an average draft brings per token of the level above, less the cost of its nodes."""
+        self.chain = belief.front == 1
+        """Whether each level has one node, see `Belief.front`."""
 
     @cached_property
     def prices(self) -> list[float]:
@@ -273,7 +250,7 @@ class RowPolicy(ByRow):
 
     def _load(self, rows: int) -> Load:
         if rows not in self._loads:
-            self._loads[rows] = Load.of(self._costs, rows, self._most + 1, self.belief)
+            self._loads[rows] = Load(self._costs, rows, self._most + 1, self.belief)
         return self._loads[rows]
 
     def share(self, loads: Sequence[int]) -> None:
@@ -351,8 +328,10 @@ class RowPolicy(ByRow):
         nets = [pace.nets(probs) for pace, probs in zip(self.paces, probs_BM.tolist(), strict=True)]
         return torch.tensor([max(net) - net[0] for net in nets], dtype=torch.float64)
 
-    def allot(self, gain_BWK: Tensor, nodes_B: Tensor, share: int, least: int) -> Allotment:
-        """Say how many children the nodes of a level draw.
+    def allot(self, gain_BWK: Tensor, nodes_B: Tensor, share: int, least: int) -> tuple[Tensor, Tensor]:
+        """Return how many children the nodes of a level draw, `[B, W]`, and what these promise, `[B]`.
+
+        A promise is accepted tokens, less what plain decoding would yield in the time it takes to verify the children.
 
         Parameters
         ----------
@@ -378,7 +357,7 @@ class RowPolicy(ByRow):
             counts.append([sum(index // width == node for index in picked) for node in range(gain_BWK.shape[1])])
             value, cost = nets[len(picked) - 1] if picked else (0.0, 0.0)
             promises.append(value - cost)
-        return Allotment(torch.tensor(counts), torch.tensor(promises, dtype=torch.float64))
+        return torch.tensor(counts), torch.tensor(promises, dtype=torch.float64)
 
     def plan(self, expected: Sequence[float], nodes: Sequence[int], levels: Sequence[int]) -> None:
         """Record the plan of a round, row by row; without one, the round counts as plain."""

@@ -1,15 +1,18 @@
-"""What builders of dynamic trees have in common: the limits of a shape, and how candidates are ranked."""
+"""Builders of trees within the limits of a shape: their base, and the one whose trees always reach the limits."""
 
 import dataclasses
 
+import torch
 from torch import Tensor
 
 from polydraft.draft.builder import DistributionBuilder, DraftDistributions
-from polydraft.draft.growth import Grown, Passes
+from polydraft.draft.growth import Expand, Grown, Passes, grow_likeliest
 from polydraft.draft.policy import FAIR, Belief
 from polydraft.draft.source import DistributionSource
+from polydraft.operations import Form
 from polydraft.sampling import RowParams, SamplingParams
-from polydraft.trees import DynamicShape
+from polydraft.trees import Block, DraftTree, DynamicShape
+from polydraft.verify import SCHEMES
 
 
 def ranking_params(params: RowParams, draft_temperature: float | None, belief: Belief = FAIR) -> RowParams:
@@ -76,3 +79,48 @@ class ShapedBuilder(DistributionBuilder):
     def places_of(self, path_BD: Tensor) -> Tensor:
         """Return the places that the nodes' levels gave them; any place for nodes without children."""
         return path_BD + self.source.lead if self._grown is None else self._grown.places_BN.gather(1, path_BD)
+
+
+class FixedBuilder(ShapedBuilder):
+    """Grow trees of a fixed size, for one text at temperature 0 on a GPU: rounds are captured, and kernels grow the trees.
+
+    Candidates are chosen by rank, not drawn, so naive sampling is an exact verification at any temperature. At temperature 0
+    no exact verifier accepts more.
+
+    Parameters
+    ----------
+    source, shape, params, vocab_size, draft_temperature
+        As for `ShapedBuilder`.
+    """
+
+    scheme = SCHEMES.get("top")()
+    num_uniforms = 0
+
+    def build(self, tail_B2: Tensor, uniforms_BU: Tensor) -> DraftTree:
+        """Pass the likeliest paths through the source, level by level."""
+        logits_B1V, source = self.source.logits(self.source.root(tail_B2)), self.source
+
+        def expand(tokens_BW: Tensor, parents_BW: Tensor, block: Block) -> Tensor:
+            return source.logits(source.expand(tokens_BW, parents_BW, block))
+
+        self._grown = grow_likeliest(self.shape, self.passes, self._distributions, tail_B2[:, 1], logits_B1V, expand)
+        return self._grown.draft
+
+    def form(self, dtype: torch.dtype) -> Form[..., Grown] | None:
+        """Return the backend's form of growth for these rows and logits of this dtype; None for the reference."""
+        return grow_likeliest.chosen(*self._made_up(dtype))
+
+    def made_up(self, dtype: torch.dtype) -> DraftTree:
+        """Grow a tree from uniform logits."""
+        return grow_likeliest(*self._made_up(dtype)).draft
+
+    def _made_up(self, dtype: torch.dtype) -> tuple[DynamicShape, Passes, DraftDistributions, Tensor, Tensor, Expand]:
+        distributions, rows = self._distributions, len(self._distributions.params)
+        size = rows, self.shape.beam, distributions.num_columns
+        logits_BWV = torch.zeros(size, dtype=dtype, device=self.source.device)
+        root_B = torch.zeros(rows, dtype=torch.long, device=self.source.device)
+
+        def expand(tokens_BW: Tensor, parents_BW: Tensor, block: Block) -> Tensor:
+            return logits_BWV[:, : tokens_BW.shape[1]]
+
+        return self.shape, self.passes, distributions, root_B, logits_BWV[:, :1], expand

@@ -225,7 +225,8 @@ class StaticBuilder(DistributionBuilder):
         probs_BGV = weigh(logits_BGV, tokens_BN[:, paths_GP])
         if scheme.needs_order_only:
             # Fewer children are the first ones of more, so one draw serves all nodes of the level.
-            children_RK = self._draw(probs_BGV.flatten(0, 1), uniforms_BU.new_empty(probs_BGV.shape[:2].numel(), level.widest))
+            weights_RV = probs_BGV.flatten(0, 1)
+            children_RK = self._draw(weights_RV, uniforms_BU.new_empty(len(weights_RV), level.nodes_GK.shape[1]))
             self._plant(tokens_BN, level, children_RK)
         else:
             for group in level.groups:
@@ -249,18 +250,11 @@ class StaticBuilder(DistributionBuilder):
 
     def tree(self, tokens_BN: Tensor) -> DraftTree:
         """Return the grown tree."""
-        tree, vocabulary = self.next_tree, self._distributions.vocabulary
-        rows_N = self.plan.distribution_rows_N
-        grown = DraftTree.from_topology(tree, tokens_BN, tuple(self._level_probs), rows_N, vocabulary)
-        return grown if tree.depth == self.depth else self._as_deep(grown)
-
-    def _as_deep(self, tree: DraftTree) -> DraftTree:
-        """Return a smaller tree with the depth of the largest one, so that outcomes have the same width."""
-        distributions, missing = tree.distributions, self.depth - tree.depth
-        if distributions:
-            distributions += (distributions[-1][:, :1],) * missing
-        elif not self.scheme.follows_target:  # a lone root: no child was drawn, so any distribution will do
-            columns = self._distributions.num_columns
-            distribution_111 = torch.full((1, 1, 1), 1 / columns, device=self.source.device)
-            distributions = (distribution_111.expand(len(tree.tokens_BN), 1, columns),) * missing
-        return replace(tree, depth=self.depth, distributions=distributions, reach=tree.depth)
+        tree, distributions = self.next_tree, tuple(self._level_probs)
+        if tree.depth == 0:
+            return self._bare(tokens_BN[:, 0])
+        rows_N, vocabulary = self.plan.distribution_rows_N, self._distributions.vocabulary
+        # As deep as the largest tree, so that outcomes have the same width.
+        distributions += tuple(last_BGV[:, :1] for last_BGV in distributions[-1:]) * (self.depth - tree.depth)
+        grown = DraftTree.from_topology(tree, tokens_BN, distributions, rows_N, vocabulary)
+        return grown if tree.depth == self.depth else replace(grown, depth=self.depth, reach=tree.depth)

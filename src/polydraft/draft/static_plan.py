@@ -62,9 +62,8 @@ class LevelPlan:
     groups: tuple[GroupPlan, ...]
     children: Tensor | slice
     """All nodes that are drawn."""
-    widest: int
     nodes_GK: Tensor
-    """The drawn nodes, distribution by distribution, padded to `widest` with 0."""
+    """The drawn nodes, distribution by distribution, padded with 0."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +114,6 @@ def plan_passes(topology: Topology, device: torch.device, lead: int) -> TreePlan
                 torch.tensor(ancestors, dtype=torch.long, device=device).reshape(len(drawing), -1),
                 tuple(groups),
                 _places(sorted(drawn), device),
-                widest,
                 nodes_GK.to(device),
             )
         )

@@ -81,8 +81,7 @@ class StoppingBuilder(StaticBuilder):
         if rests or (self.policy is not None and not any(self.policy.drafting)):
             if not rests:
                 self.source.root(tail_B2)
-            root_B1, vocabulary = tail_B2[:, 1:], self._distributions.vocabulary
-            return self._as_deep(DraftTree.from_topology(Topology(), root_B1, (), torch.zeros_like(root_B1[0]), vocabulary))
+            return self._bare(tail_B2[:, 1])
         return super().build(tail_B2, uniforms_BU)
 
     def _plant(self, tokens_BN: Tensor, plan: GroupPlan | LevelPlan, columns_RK: Tensor) -> None:

@@ -10,7 +10,6 @@ from polydraft.draft.copy_source import CopySource
 from polydraft.draft.costs import measured_costs
 from polydraft.draft.drafter import DRAFTERS, Drafter, Parts
 from polydraft.draft.dynamic_builder import DynamicBuilder
-from polydraft.draft.fixed_builder import FixedBuilder
 from polydraft.draft.grams import GRAM_DRAFTERS, GramTree, gram_tree
 from polydraft.draft.head_source import HeadSource, ParallelSource
 from polydraft.draft.ladder import Timings
@@ -18,6 +17,7 @@ from polydraft.draft.load_builder import LoadBuilder
 from polydraft.draft.model_source import ModelSource
 from polydraft.draft.policy import CLOSE, FAIR, Belief, RowPolicy
 from polydraft.draft.session import DraftSession
+from polydraft.draft.shaped_builder import FixedBuilder
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.speedup import Costs
 from polydraft.draft.static_builder import DEFAULT_SCHEME, DrawOptions, StaticBuilder
@@ -296,9 +296,9 @@ def make_drafter(parts: Parts, name: str = AUTO) -> Drafter:
     pauses = parts.pauses and not parts.grams.sized
     if tree is None:
         return gram_tree(grams, parts.grams, pauses=pauses)
-    if not grams:
-        return _tree(tree, parts)
     drawn = _tree(tree, parts)
+    if not grams:
+        return drawn
     assert isinstance(drawn, TreeDrafter), drawn
     return Combination(drawn, gram_tree(grams, parts.grams.beside_a_tree(), pauses=pauses))
 

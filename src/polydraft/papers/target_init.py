@@ -82,7 +82,7 @@ class TargetInitBuilder(StoppingBuilder):
         decision: Decision | None = None,
     ) -> None:
         super().__init__(source, topology, params, vocab_size, scheme="rrs-wor", decision=decision)
-        self.obstacle = "target-initialised trees are lossy and not made for speed"
+        self.obstacle = "target-initialised trees, a lossy rule kept for comparison, are not captured"
         self._width, self._greedy = len(topology.children[0]), params.all_greedy
         self._walk = LongestWalk(self._greedy)
         self._next: tuple[Tensor, Tensor] | None = None

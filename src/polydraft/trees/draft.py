@@ -65,9 +65,11 @@ class DraftTree:
         )
 
     @classmethod
-    def bare(cls, root_B: Tensor, depth: int, distributions: tuple[Tensor, ...] = ()) -> "DraftTree":
+    def bare(
+        cls, root_B: Tensor, depth: int, distributions: tuple[Tensor, ...] = (), vocabulary: PartialVocabulary | None = None
+    ) -> "DraftTree":
         """Return trees with nothing but a root, in a session whose other trees are up to `depth` deep."""
-        tree = cls.from_topology(Topology(), root_B[:, None], distributions, torch.zeros_like(root_B[:1]))
+        tree = cls.from_topology(Topology(), root_B[:, None], distributions, torch.zeros_like(root_B[:1]), vocabulary)
         return replace(tree, depth=depth, reach=0)
 
     @property
