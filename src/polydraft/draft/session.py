@@ -38,16 +38,6 @@ class Capturable:
     """Whether the host knows the shape of the next tree."""
 
 
-@dataclass(frozen=True)
-class Reading:
-    """How the target should read new texts."""
-
-    limits: Sequence[int] | None
-    """How many of each text's cached tokens the target may reuse; None for all."""
-    observer: Observer | None
-    """Gets the target's features while it reads; None if no source needs them."""
-
-
 class DraftSession(ByRow):
     """A drafter at work on one batch: a drawn tree, a trie of certain candidates, both, or neither.
 
@@ -208,8 +198,11 @@ class DraftSession(ByRow):
 
     def prepare(
         self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], unread: Sequence[int], keep: bool
-    ) -> Reading:
+    ) -> tuple[Sequence[int] | None, Observer | None]:
         """Say how the target should read the texts of `rows`; other rows go on with what they have.
+
+        Returns how many cached tokens of each text it may reuse (None for all), and the callback that gets its features, if
+        a source has one.
 
         Parameters
         ----------
@@ -232,7 +225,7 @@ class DraftSession(ByRow):
         if unread:
             known = [len(text) for text in texts] if limits is None else limits
             limits = [0 if row in unread else limit for row, limit in enumerate(known)]
-        return Reading(limits, observer)
+        return limits, observer
 
     def begin(self, texts: Sequence[Sequence[int]], longest: int, rows: Sequence[int], params: RowParams) -> None:
         """Get ready to continue `texts`, whose last token is pending, up to `longest` tokens.

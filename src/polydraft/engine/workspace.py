@@ -225,9 +225,10 @@ class Workspace:
         for context in self.contexts:
             context.span = None
         self.memory.context.graphs = self.launcher.graphs
-        reading = self.session.prepare(texts, longest, rows, unread, keep)
-        observer = PromptReader(self.target, with_logprobs, reading.observer) if with_logprobs else reading.observer
-        self.memory.align(texts, longest, reading.limits, observer)
+        limits, observer = self.session.prepare(texts, longest, rows, unread, keep)
+        if with_logprobs:
+            observer = PromptReader(self.target, with_logprobs, observer)
+        self.memory.align(texts, longest, limits, observer)
         self.session.begin(texts, longest, rows, params)
         state = self.state
         if state is None:
