@@ -160,6 +160,7 @@ class _ContextMemory(ContinuationMemory):
         return ways_by_match(((size, gram[0]) for size, gram in place[1]), width)
 
 
+@GRAM_CACHES.register("context")
 class ContextCache(GramCache):
     """Proposes what recently followed the last few tokens, in this text and its draft branches."""
 
@@ -168,6 +169,3 @@ class ContextCache(GramCache):
     def open(self) -> _ContextMemory:
         """Return the memory of a new text."""
         return _ContextMemory(self._options)
-
-
-GRAM_CACHES.register(ContextCache.name)(ContextCache)

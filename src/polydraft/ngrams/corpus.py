@@ -146,6 +146,7 @@ def _ways_at(trie: GramTrie, place: Place) -> list[Way]:
     return list(found.items())
 
 
+@GRAM_CACHES.register("corpus")
 class CorpusCache(GramCache):
     """Proposes what usually follows the last few tokens, counted in a corpus in advance."""
 
@@ -179,6 +180,3 @@ class CorpusCache(GramCache):
         """Return the memory of a new text."""
         assert self._trie is not None, "an empty cache has no memories"
         return _CorpusMemory(self._trie, self._ways, self._children)
-
-
-GRAM_CACHES.register(CorpusCache.name)(CorpusCache)

@@ -84,6 +84,7 @@ class _LookupMemory(GramMemory):
         return copies
 
 
+@GRAM_CACHES.register("lookup")
 class LookupCache(GramCache):
     """Proposes what followed the last few tokens earlier in the text (prompt lookup)."""
 
@@ -210,6 +211,7 @@ class _SuffixMemory(GramMemory):
             size = automaton.sizes[state]
 
 
+@GRAM_CACHES.register("suffix")
 class SuffixCache(GramCache):
     """Proposes what followed the longest end of the text that occurs earlier (suffix automaton)."""
 
@@ -221,7 +223,3 @@ class SuffixCache(GramCache):
     def open(self) -> _SuffixMemory:
         """Return the memory of a new text."""
         return _SuffixMemory(by_count=self._options.prefer == "frequent")
-
-
-GRAM_CACHES.register(LookupCache.name)(LookupCache)
-GRAM_CACHES.register(SuffixCache.name)(SuffixCache)
