@@ -14,7 +14,7 @@ from polydraft.models.language_model import Observer
 from polydraft.models.prefixes import Prefixes
 from polydraft.rows import ByRow
 from polydraft.sampling import RowParams
-from polydraft.trees import DraftTree, Topology, union
+from polydraft.trees import DraftTree, union
 from polydraft.verify import Naive, Scheme, Verdict, Walk, resolve_walk
 
 _NAIVE = Naive()
@@ -249,11 +249,8 @@ class DraftSession(ByRow):
         """
         asleep = self._certain is not None and self._certain.asleep
         if self._drawn is None:
-            if asleep:
+            if self._certain is None or asleep:
                 return DraftTree.bare(tail_B2[:, 1], self.depth)
-            if self._certain is None:
-                pending_B1 = tail_B2[:, 1:]
-                return DraftTree.from_topology(Topology(), pending_B1, (), torch.zeros_like(pending_B1[0]))
             return self._attached(host_tree or self._host_tree(tail_B2, uniforms_BU), uniforms_BU)
         certain = host_tree
         if certain is None and self._certain is not None and not asleep:
