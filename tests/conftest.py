@@ -19,11 +19,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import interpreted
+from families import FAMILIES
 from polydraft.backends.triton import interpreting
 from polydraft.cli.main import run
 from polydraft.devices import values_hidden
 from polydraft.engine.workspace import Workspace
-from polydraft.models import FAMILIES, placement
+from polydraft.models import placement
 from polydraft.registry import Registry
 from stand_in import StandIn, round_graphs
 

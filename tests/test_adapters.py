@@ -8,10 +8,11 @@ import torch
 
 import polydraft
 from covering import covering
+from families import FAMILIES
 from polydraft.backends.native import kernels
 from polydraft.errors import UsageError
 from polydraft.hf_generate import Speculate
-from polydraft.models import FAMILIES, adapters
+from polydraft.models import adapters
 from polydraft.models.hf import HFModel
 from polydraft.models.quantised import Int8Linear
 from polydraft.sampling import SamplingParams

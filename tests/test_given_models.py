@@ -7,9 +7,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 import polydraft
+from families import FAMILIES
 from polydraft.errors import UsageError
 from polydraft.hf_generate import Speculate
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.models.int8_copy import Int8Copy
 from polydraft.options import PairOptions

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from families import FAMILIES
 from models.attention_cases import Case as Attention
 from models.fused_cases import FORMS, head_of, numbers
-from polydraft.models import FAMILIES
 from polydraft.models.bodies import FastBody
 from polydraft.models.cache import SlotCache
 from polydraft.models.heads.feature_head import FeatureHead

@@ -3,11 +3,11 @@
 import pytest
 
 from exactness.setups import DRAFT, GRAM_PROMPT, HEAD, RAGGED_PROMPTS, TARGET, make_decoder
+from families import FAMILIES
 from polydraft import operations
 from polydraft.backends.native import kernels
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DynamicShape, parse_tree

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from covering import keeping
+from families import FAMILIES
 from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree

@@ -5,6 +5,7 @@ import random
 import pytest
 import torch
 
+from families import FAMILIES
 from polydraft.beam import BeamDecoder, text_log_probs
 from polydraft.beam._node import Node
 from polydraft.beam._reader import HeadReader, ModelReader, tree_reader
@@ -12,7 +13,7 @@ from polydraft.beam._slots import SlotTree
 from polydraft.beam._workspace import BeamMemory
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, StopReason
-from polydraft.models import FAMILIES, HeadShape, TabularModel
+from polydraft.models import HeadShape, TabularModel
 from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary, SamplingParams

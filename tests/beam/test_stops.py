@@ -9,6 +9,7 @@ import torch
 from covering import keeping
 from exactness.small_texts import PROMPT as SMALL_PROMPT
 from exactness.small_texts import Listed, small_decoder
+from families import FAMILIES
 from polydraft.beam import BeamDecoder
 from polydraft.beam._node import Node, Stops
 from polydraft.beam._run import BeamRun
@@ -17,7 +18,6 @@ from polydraft.beam._search import CoupledRun, SearchRun
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, StopReason
 from polydraft.engine.text import TextAssembler
-from polydraft.models import FAMILIES
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
 

@@ -89,7 +89,7 @@ def test_the_shipped_model_is_of_a_kind_that_is_known() -> None:
 
 
 def test_a_fingerprint_is_of_the_weights_not_of_their_format() -> None:
-    from polydraft.models import FAMILIES
+    from families import FAMILIES
     from polydraft.models.hf import HFModel
 
     first = FAMILIES.get("llama").build(seed=1)

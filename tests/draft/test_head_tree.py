@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from covering import some_slow
+from families import FAMILIES
 from polydraft.draft import TreeDrafter
 from polydraft.draft.head_source import HeadSource
 from polydraft.draft.policy import LONGEST_REST
@@ -15,7 +16,6 @@ from polydraft.draft.static_builder import StaticBuilder
 from polydraft.engine import Decoder, Engine, TokenSequence
 from polydraft.engine.workspace import Workspace
 from polydraft.lab.theory import Costs
-from polydraft.models import FAMILIES
 from polydraft.models.heads.feature_head import TapNorm
 from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel

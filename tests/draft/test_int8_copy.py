@@ -7,13 +7,13 @@ from transformers import MambaConfig, MambaForCausalLM
 
 import polydraft
 from covering import covering, keeping
+from families import FAMILIES
 from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.draft import Parts, TreeDrafter, make_drafter
 from polydraft.draft.copy_source import CopySource
 from polydraft.draft.ladder import Ladder
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.models.int8_copy import Int8Copy
 from polydraft.sampling import SamplingParams

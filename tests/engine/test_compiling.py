@@ -11,12 +11,12 @@ import pytest
 import torch
 
 import interpreted
+from families import FAMILIES
 from fixed_trees import FixedTrees
 from polydraft.backends import triton as kernels
 from polydraft.backends.triton import compiling
 from polydraft.backends.triton.layers import FusedBody
 from polydraft.engine import Decoder
-from polydraft.models import FAMILIES
 from polydraft.models.bodies import lean_body
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.sampling import SamplingParams

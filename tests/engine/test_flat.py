@@ -1,11 +1,11 @@
 import pytest
 import torch
 
+from families import FAMILIES
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.lab.papers.flat import FlatModel
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.sampling import SamplingParams
 from polydraft.trees import Block, parse_tree

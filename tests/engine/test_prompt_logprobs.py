@@ -9,8 +9,8 @@ import torch
 from tests.exactness.test_admission import driven, open_engine
 from tests.exactness.test_mixed_rows import DECODERS
 
+from families import FAMILIES
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence, logprobs
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 

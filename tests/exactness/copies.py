@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from families import FAMILIES
 from polydraft import operations
 from polydraft.certify.reference import joined, sampled_distributions
 from polydraft.draft import Parts, make_drafter
 from polydraft.engine import Decoder
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.models.int8_copy import Int8Copy
 from polydraft.sampling import SamplingParams

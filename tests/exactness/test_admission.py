@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from covering import all_slow, covering
+from families import FAMILIES
 from polydraft.certify.reference import next_distributions
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import IDLE, RowParams, SamplingParams

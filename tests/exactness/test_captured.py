@@ -7,13 +7,13 @@ import torch
 
 import polydraft.models.language_model as language_model
 from covering import all_slow, covering, some_slow
+from families import FAMILIES
 from polydraft.draft import DRAFTERS, Combination, Drafter, Parts, Plain
 from polydraft.draft.gram_options import GramTreeOptions
 from polydraft.draft.grams import gram_tree
 from polydraft.engine import Decoder
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import UsageError
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.sampling import RowParams, SamplingParams
 from polydraft.trees import parse_tree

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from covering import all_slow, covering
+from families import FAMILIES
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import SamplingParams

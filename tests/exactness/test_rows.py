@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from covering import all_slow, covering
+from families import FAMILIES
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence, workspace
 from polydraft.engine.workspace import Workspace
-from polydraft.models import FAMILIES, TabularModel
+from polydraft.models import TabularModel
 from polydraft.models.hf import HFModel
 from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import IDLE, RowParams, SamplingParams

@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from covering import some_slow
+from families import FAMILIES
 from polydraft.beam import BeamDecoder
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, StopReason
 from polydraft.engine.workspace import Workspace
 from polydraft.errors import UsageError
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.sampling.grammar import Grammar

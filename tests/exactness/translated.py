@@ -7,7 +7,8 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from polydraft.models import FAMILIES, LanguageModel, TabularModel
+from families import FAMILIES
+from polydraft.models import LanguageModel, TabularModel
 from polydraft.models.hf import HFModel
 from polydraft.models.translation import TranslatedModel, translated
 

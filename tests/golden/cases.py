@@ -23,12 +23,12 @@ from tests.exactness.setups import (
     make_decoder,
     tree_for,
 )
+from tests.families import FAMILIES
 
 from polydraft.beam import BeamDecoder
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Generation
 from polydraft.lab.theory import Costs
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DynamicShape

@@ -5,10 +5,10 @@ import gc
 import pytest
 import torch
 
+from families import FAMILIES
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Engine, TokenSequence
 from polydraft.engine.workspace import Workspace
-from polydraft.models import FAMILIES
 from polydraft.models.blocks import Pool
 from polydraft.models.device_blocks import DeviceBlocks, maps_memory
 from polydraft.models.hf import HFModel

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from families import FAMILIES
 from models.fused_cases import (
     FORMS,
     PLACES,
@@ -17,7 +18,6 @@ from models.fused_cases import (
     check_vector_product,
 )
 from polydraft.engine import Decoder
-from polydraft.models import FAMILIES
 from polydraft.models.heads.feature_head import TapNorm
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams

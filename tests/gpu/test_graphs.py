@@ -6,6 +6,7 @@ import warnings
 import pytest
 import torch
 
+from families import FAMILIES
 from polydraft.draft import Combination, Drafter, Plain, TreeDrafter
 from polydraft.draft.gram_options import GramTreeOptions
 from polydraft.draft.grams import gram_tree
@@ -13,7 +14,7 @@ from polydraft.draft.ladder import Ladder
 from polydraft.engine import Decoder, Engine, TokenSequence
 from polydraft.engine.graphs import GraphCache
 from polydraft.engine.workspace import Workspace
-from polydraft.models import FAMILIES, Context, TabularModel
+from polydraft.models import Context, TabularModel
 from polydraft.models.hf import HFModel
 from polydraft.sampling import RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator

@@ -5,10 +5,10 @@ import logging
 import pytest
 import torch
 
+from families import FAMILIES
 from polydraft.draft import Parts, make_drafter
 from polydraft.draft.costs import costs_of, measure
 from polydraft.engine import Decoder
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.models.int8_copy import Int8Copy
 from polydraft.sampling import SamplingParams

@@ -5,13 +5,14 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from families import FAMILIES
 from models.invariant_cases import TreeCase, numbers, products
 from polydraft.backends.triton import invariant as _invariant
 from polydraft.backends.triton.invariant import AttendPlan
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
-from polydraft.models import FAMILIES, language_model
+from polydraft.models import language_model
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import Block, parse_tree

@@ -5,10 +5,10 @@ import random
 import pytest
 import torch
 
+from families import FAMILIES
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Engine, StopReason, TokenSequence
 from polydraft.engine.workspace import Workspace
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.models.prefixes import Prefixes
 from polydraft.sampling import IDLE, RowParams, SamplingParams

@@ -7,11 +7,12 @@ import torch
 
 from exactness.configurations import SCHEMES_AND_WALKS
 from exactness.setups import tree_for
+from families import FAMILIES
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, Stats
 from polydraft.engine.round import run_round
 from polydraft.lab.theory import Costs
-from polydraft.models import FAMILIES, HeadShape, TabularModel
+from polydraft.models import HeadShape, TabularModel
 from polydraft.models.heads.feature_head import ENDLESS
 from polydraft.models.heads.head_folder import new_head
 from polydraft.models.heads.parallel_head import DFlashHead, ParallelShape, PEagleHead

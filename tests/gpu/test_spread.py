@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from families import FAMILIES
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree

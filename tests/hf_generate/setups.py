@@ -5,8 +5,8 @@ from functools import cache
 
 import torch
 
+from families import FAMILIES
 from polydraft.hf_generate import Speculate
-from polydraft.models import FAMILIES
 
 PROMPTS = [[5, 17, 40, 8, 23, 61, 9], [33, 12, 70], [44, 45, 46, 47, 48]]
 

@@ -12,9 +12,9 @@ from transformers import (
     T5ForConditionalGeneration,
 )
 
+from families import FAMILIES
 from polydraft.errors import UsageError
 from polydraft.hf_generate import Speculate
-from polydraft.models import FAMILIES
 
 from .setups import draft, single, speculate, target
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from polydraft.models import FAMILIES
+from families import FAMILIES
 from polydraft.models.hf import HFModel
 
 torch.set_num_threads(1)  # the tests run side by side; two threads each would only get in each other's way

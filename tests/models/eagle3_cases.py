@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from polydraft.models import FAMILIES, FeatureHead
+from families import FAMILIES
+from polydraft.models import FeatureHead
 from polydraft.trees import causal_block
 
 HIDDEN, MLP, QUERIES, KEYS, CHANNELS, TOKENS, DRAFTED = 32, 48, 4, 2, 8, 64, 40

@@ -15,6 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from families import FAMILIES
 from models.attention_cases import Case
 from polydraft.backends import triton as backend
 from polydraft.backends.triton import interpreting
@@ -31,7 +32,7 @@ from polydraft.draft import DistributionSource
 from polydraft.draft.shaped_builder import FixedBuilder
 from polydraft.draft.static_builder import plant_columns, plant_largest
 from polydraft.engine.outcome import conclude
-from polydraft.models import FAMILIES, FeatureHead
+from polydraft.models import FeatureHead
 from polydraft.models.block_slots import place
 from polydraft.models.bodies import lean_body
 from polydraft.models.cache import SlotCache

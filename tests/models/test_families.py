@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from covering import covering, keeping
+from families import FAMILIES
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder, StopReason
-from polydraft.models import FAMILIES, language_model
+from polydraft.models import FAMILIES as COVERED
+from polydraft.models import language_model
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.trees import Block, Topology, causal_block, parse_tree
@@ -23,6 +25,10 @@ SLIDING = ["mistral-sliding", "gemma2"]
 
 # What wrapping and memory do for every family alike; what families differ in is in the tests of logits and of greedy texts.
 few_families = pytest.mark.parametrize("name", keeping(list(FAMILIES), "llama", "gpt2", "gemma2"))
+
+
+def test_every_covered_model_type_has_a_tiny_model():
+    assert {FAMILIES.get(name).model_type for name in FAMILIES} == {*COVERED}
 
 
 def random_text(length, rng):

@@ -8,10 +8,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.models.musicgen.configuration_musicgen import MusicgenDecoderConfig
 from transformers.models.musicgen.modeling_musicgen import MusicgenForCausalLM
 
+from families import FAMILIES
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.models.twin import POSITIONS, WINDOW, sharpen, twin_config, twins
 from polydraft.sampling import SamplingParams

@@ -6,12 +6,13 @@ import random
 import pytest
 import torch
 
+from families import FAMILIES
 from models.test_families import Forest
 from polydraft.defaults import default_draft
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import FailureError, UsageError
-from polydraft.models import FAMILIES, HeadShape
+from polydraft.models import HeadShape
 from polydraft.models import inflated as module
 from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel, early_exit

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import interpreted
+from families import FAMILIES
 from models.attention_cases import by_blocks
 from models.invariant_cases import TreeCase, products
 from polydraft.backends.triton import invariant as _invariant
@@ -11,7 +12,6 @@ from polydraft.backends.triton import power_of_two
 from polydraft.backends.triton.invariant import AttendPlan, plan_attend, plan_product, splits_of
 from polydraft.backends.triton.layers import FusedBody
 from polydraft.errors import UsageError
-from polydraft.models import FAMILIES
 from polydraft.models.bodies import lean_body
 from polydraft.models.hf import HFModel
 from polydraft.models.inflated import SHAPES, BigShape, InflatedModel

@@ -5,10 +5,11 @@ import copy
 import pytest
 import torch
 
+from families import FAMILIES
 from models.recurrent_cases import CASES, build
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
-from polydraft.models import FAMILIES, Memory, TabularModel
+from polydraft.models import Memory, TabularModel
 from polydraft.models.hf import HFModel
 from polydraft.models.hf_context import HFContext
 from polydraft.sampling import SamplingParams

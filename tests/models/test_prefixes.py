@@ -5,7 +5,8 @@ import random
 import pytest
 import torch
 
-from polydraft.models import FAMILIES, TabularModel
+from families import FAMILIES
+from polydraft.models import TabularModel
 from polydraft.models.hf import HFModel
 from polydraft.models.memory import common_prefix
 from polydraft.models.prefixes import BLOCK, Prefixes

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from polydraft.models import FAMILIES, HeadShape
+from families import FAMILIES
+from polydraft.models import HeadShape
 from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary

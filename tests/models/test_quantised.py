@@ -10,12 +10,12 @@ from torch.utils._pytree import tree_map_only
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from covering import keeping
+from families import FAMILIES
 from models.recurrent_cases import build as build_recurrent
 from polydraft.backends.native import kernels
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
-from polydraft.models import FAMILIES
 from polydraft.models.heads.head_folder import new_head
 from polydraft.models.hf import HFModel
 from polydraft.models.loading import load_model

@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
+from families import FAMILIES
 from models.test_families import block_of, path_to
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.models.quantised import quantise
 from polydraft.trees import Topology, causal_block

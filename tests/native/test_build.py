@@ -17,11 +17,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from families import FAMILIES
 from polydraft.backends.native import build, compiler, describe, kernels
 from polydraft.backends.native.arguments import Weight, multiply, quantised
 from polydraft.devices import cpu_features
 from polydraft.errors import UsageError
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.models.quantised import quantise
 

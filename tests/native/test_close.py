@@ -64,7 +64,7 @@ def test_int8(shape):
 
 @torch.inference_mode()
 def test_other_families_compute_in_int8_too():
-    from polydraft.models import FAMILIES
+    from families import FAMILIES
     from polydraft.models.quantised import quantise
 
     for name in ("gpt_neox", "gemma"):

@@ -10,12 +10,12 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from covering import covering
+from families import FAMILIES
 from native.native_models import block_of, random_text, random_tree, read
 from polydraft.backends.native import build
 from polydraft.backends.native.linears import native_linears
 from polydraft.backends.native.product import NativeProduct
 from polydraft.engine import Decoder
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel, early_exit
 from polydraft.sampling import SamplingParams
 

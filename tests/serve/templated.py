@@ -7,9 +7,9 @@ from typing import Any
 from tokenizers import AddedToken
 
 from conftest import byte_tokenizer
+from families import FAMILIES
 from polydraft.engine import Decoder
 from polydraft.loading import load
-from polydraft.models.families import FAMILIES
 
 HERMES = (
     "{% if tools %}<system>{% for tool in tools %}{{ tool.function.name }} {% endfor %}<tool_call></>{% endif %}"

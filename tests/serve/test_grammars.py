@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from covering import covering, keeping
+from families import FAMILIES
 from polydraft.beam import BeamDecoder
 from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
 from polydraft.loading import load
-from polydraft.models import FAMILIES
 from polydraft.models.hf import HFModel
 from polydraft.sampling import Grammar, SamplingParams, Warper
 from polydraft.sampling.grammar import Grammars

@@ -9,11 +9,12 @@ import pytest
 from tests.serve.test_scheduler import OPTIONS, alone, decoder, sequence
 
 from exactness.setups import TARGET
+from families import FAMILIES
 from polydraft.draft import Plain, TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.engine.stats import ReadingPace
 from polydraft.errors import UsageError
-from polydraft.models import FAMILIES, Context
+from polydraft.models import Context
 from polydraft.models.hf import HFModel
 from polydraft.sampling import SamplingParams
 from polydraft.serve.lane import Lane, LaneOptions, with_speculation

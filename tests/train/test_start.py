@@ -11,9 +11,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import polydraft
 from conftest import byte_tokenizer, save
 from covering import keeping
+from families import FAMILIES
 from models.eagle3_cases import TAPS, config_of, weights_of, write
 from polydraft.errors import FailureError, UsageError
-from polydraft.models import FAMILIES
 from polydraft.models.heads.kinds import HEAD_KINDS, kind_of
 from polydraft.models.loading import Loaded, load_draft, load_model
 from polydraft.sampling import SamplingParams

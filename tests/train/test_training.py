@@ -231,7 +231,7 @@ def test_prompts_and_text_files_as_sources(target: Loaded, tmp_path: Path) -> No
 
 
 def test_a_model_that_hides_its_states_gets_no_head() -> None:
-    from polydraft.models import FAMILIES
+    from families import FAMILIES
     from polydraft.models.hf import HFModel
 
     with pytest.raises(UsageError, match="does not show its hidden states"):
