@@ -70,13 +70,6 @@ def test_a_cache_a_layer_holds_what_one_cache_holds():
         cache.move(rows + torch.tensor([[2, 3]]), rows + torch.tensor([[0, 1]]))
         cache.grow(14)
     twins.write(torch.arange(6, 11).expand(2, -1), 6, 11)
-    copies = [SlotCache(2, 20), SpreadCache(2, 20)]
-    for copy, cache in zip(copies, twins.caches, strict=True):
-        copy.fill(cache, 2, 11)
-        others, slots = torch.tensor([[1], [0], [0], [1]]), torch.full((4, 1), 3)
-        copy.take(cache, others, slots, torch.arange(4)[:, None], slots + 4)
-    twins.caches = copies
-    twins.write(torch.arange(11, 13).expand(4, -1), 11, 13)
 
 
 @needs_accelerate

@@ -2,7 +2,6 @@
 
 import threading
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -49,15 +48,7 @@ def tree_attention(
         `[B, H, T, C]`; undefined for tokens that see nothing.
     """
     group = query_BHTC.shape[1] // key_BHSC.shape[1]
-    slot_S = torch.arange(key_BHSC.shape[2], device=lengths_B.device)
-    place_BS = slot_S - lengths_B[:, None]
-    places = visible_BTU.shape[2]
-    inside_BS = (place_BS >= 0) & (place_BS < places)
-    place_BTS = place_BS.clamp(0, places - 1)[:, None].expand(-1, visible_BTU.shape[1], -1)
-    committed_BTS = (place_BS < 0)[:, None]
-    if starts_BT is not None:
-        committed_BTS = committed_BTS & (slot_S >= starts_BT[:, :, None])
-    mask_BTS = committed_BTS | (inside_BS[:, None] & visible_BTU.gather(2, place_BTS))
+    mask_BTS = visible_slots(lengths_B, visible_BTU, key_BHSC.shape[2], starts_BT)
     return functional.scaled_dot_product_attention(
         query_BHTC,
         key_BHSC.repeat_interleave(group, dim=1),
@@ -65,6 +56,18 @@ def tree_attention(
         attn_mask=mask_BTS[:, None],
         scale=scale,
     )
+
+
+def visible_slots(lengths_B: Tensor, visible_BTU: Tensor, count: int, starts_BT: Tensor | None = None) -> Tensor:
+    """Return which of a cache's first `count` slots each token sees: committed text, and uncommitted places by the mask."""
+    slot_S = torch.arange(count, device=lengths_B.device)
+    place_BS, places = slot_S - lengths_B[:, None], visible_BTU.shape[2]
+    inside_BS = (place_BS >= 0) & (place_BS < places)
+    place_BTS = place_BS.clamp(0, places - 1)[:, None].expand(-1, visible_BTU.shape[1], -1)
+    committed_BTS = (place_BS < 0)[:, None]
+    if starts_BT is not None:
+        committed_BTS = committed_BTS & (slot_S >= starts_BT[:, :, None])
+    return committed_BTS | (inside_BS[:, None] & visible_BTU.gather(2, place_BTS))
 
 
 class _WithoutPlans(AbstractContextManager[None]):
@@ -80,9 +83,7 @@ class _WithoutPlans(AbstractContextManager[None]):
                 torch.backends.cuda.enable_cudnn_sdp(False)
             self._inside += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         with self._lock:
             self._inside -= 1
             if self._inside == 0:

@@ -133,13 +133,11 @@ class SpreadCache(SlotCache):
         keys_B1TC = indexer_key_states[:, None]
         return self._store("indexer", layer_idx, keys_B1TC, keys_B1TC[..., :0])[0][:, 0]
 
-    def take(self, other: KeyValues, rows: Tensor, source_BD: Tensor, own_rows: Tensor, target_BD: Tensor) -> None:
-        """Copy slots from the rows of another such cache."""
-        assert isinstance(other, SpreadCache)
-        for name, mine in self._parts.items():
-            if mine.keys_LBHSC is not None and name in other._parts:
-                indices = (index.to(mine.keys_LBHSC.device) for index in (rows, source_BD, own_rows, target_BD))
-                mine.take(other._parts[name], *indices)
+    def move(self, source_BD: Tensor, target_BD: Tensor) -> None:
+        """Copy slots within each row, in all layers."""
+        for one in self._parts.values():
+            if one.keys_LBHSC is not None:
+                one.move(source_BD.to(one.keys_LBHSC.device), target_BD.to(one.keys_LBHSC.device))
 
     def part(self, rows: slice) -> Self:
         """Return a cache of some adjacent rows that shares the storage, which must exist."""
@@ -167,21 +165,10 @@ class SpreadCache(SlotCache):
         for one in self._parts.values():
             one.clear(row)
 
-    def wipe(self) -> None:
-        """Overwrite all rows with zeros."""
-        for one in self._parts.values():
-            one.wipe()
-
     def adopt(self, other: KeyValues, rows: int) -> bool:
         """Take over the storage of another cache of the same model; return whether it fits."""
         assert isinstance(other, SpreadCache)
         return all(self._part(*name).adopt(part, rows) for name, part in other._parts.items())
-
-    def fill(self, other: KeyValues, copies: int, used: int) -> None:
-        """Copy the first slots of another such cache, each of its rows `copies` times."""
-        assert isinstance(other, SpreadCache)
-        for name, theirs in other._parts.items():
-            self._part(*name).fill(theirs, copies, used)
 
     def grow(self, capacity: int) -> None:
         """Enlarge the storage, keeping its content."""

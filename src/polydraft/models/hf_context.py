@@ -47,8 +47,6 @@ class HFContext(Context):
         super().__init__(model, cache, batch_size, capacity, model.device, model.max_positions)
         self.model, self.num_tokens, self.window = model, model.vocab_size, model.window
         self.elastic = model.spread is None
-        self.checked = False
-        """Whether a backend has checked its weights since the last text began."""
 
     def lend(self, pool: Pool) -> None:
         """Let rows take memory from a pool; only on a host, or if kernels run all passes: they do not touch unmapped memory."""
@@ -61,11 +59,6 @@ class HFContext(Context):
         if self.model.fast is not None:
             like_B = torch.empty(self.batch_size, dtype=self.model.dtype, device=self.device)
             self.cache.held(like_B, *self.model.fast.key_shape)
-
-    def rewind(self, lengths: Sequence[int]) -> None:
-        """Cut rows to these numbers of committed tokens."""
-        super().rewind(lengths)
-        self.checked = False
 
     def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
         """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
@@ -133,7 +126,3 @@ class HFContext(Context):
         padded = [[row, *part, *[0] * (size - len(part))] for row, part in zip(rows, parts, strict=True)]
         kind = "reading", count, size, most, self.capacity, self.address
         return self.graphs.run(kind, function, brought(torch.tensor(padded), self.device))[0]
-
-    def copy_slots(self, other: "HFContext", rows_BD: Tensor, source_BD: Tensor, target_BD: Tensor) -> None:
-        """Copy slots of another context's rows into slots of this one's."""
-        self.cache.take(other.cache, rows_BD, source_BD, self._rows_B1, target_BD)

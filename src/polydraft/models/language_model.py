@@ -3,14 +3,14 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from typing import ClassVar, Protocol, Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
 from polydraft.devices import assign, brought, can_sync, captures
 from polydraft.errors import UsageError
-from polydraft.models.attention import steady_attention
+from polydraft.models.attention import steady_attention, visible_slots
 from polydraft.models.block_slots import Placed, place
 from polydraft.models.blocks import Pool
 from polydraft.models.storage import Pieces, Storage, move_up
@@ -57,8 +57,6 @@ class Context(ByRow, ABC):
     """Whether the number of rows may change, see `resize`."""
     borrows: bool = False
     """Whether it stores nothing itself and reads the target's cache instead."""
-    always_moves: ClassVar[bool] = False
-    """Whether a commit must move tokens even if they are in the right places already."""
     num_tokens: int | None = None
     """Rows of the embedding table. A draft may lack padding rows that the target has."""
     window: int | None = None
@@ -85,6 +83,8 @@ class Context(ByRow, ABC):
         """Slots that every pass sees; None for as many as the texts need. Captures need a fixed number."""
         self.graphs: Replaying | None = None
         """Captures the passes that read prompts, if set."""
+        self.checked = False
+        """Whether a backend has checked the model's weights since the last text began."""
 
     @property
     def batch_size(self) -> int:
@@ -114,6 +114,7 @@ class Context(ByRow, ABC):
         """Cut rows to the given numbers of committed tokens."""
         self.settle(lengths)
         assign(self.lengths_B, self.lengths)
+        self.checked = False
 
     def extend(self, tokens_BT: Tensor, block: Block) -> Tensor:
         """Pass uncommitted tokens through the model and return their features `[B, T, F]`."""
@@ -143,10 +144,7 @@ class Context(ByRow, ABC):
         if self.aligned:
             committed_BTS = block.visible_BTU.new_ones(self.batch_size, block.size, self.lengths[0])
             return torch.cat([committed_BTS, block.visible_BTU], dim=-1)
-        place_BS = torch.arange(used, device=self.device) - self.lengths_B[:, None]
-        in_block_BS = (place_BS >= 0) & (place_BS < block.stop)
-        place_BTS = place_BS.clamp(0, block.stop - 1)[:, None].expand(-1, block.size, -1)
-        return (place_BS < 0)[:, None] | (in_block_BS[:, None] & block.visible_BTU.gather(2, place_BTS))
+        return visible_slots(self.lengths_B, block.visible_BTU, used)
 
     @property
     def aligned(self) -> bool:
@@ -172,15 +170,12 @@ class Context(ByRow, ABC):
 
         `in_place` says that the places are known to be 0, 1, 2 and so on.
         """
-        if can_sync(counts_B) and not in_place and not self.always_moves:
+        if can_sync(counts_B) and not in_place:
             places_BD = places_BD[:, : int(counts_B.max())]
             in_place = bool((places_BD == torch.arange(places_BD.shape[1])).all())
-        if not in_place or self.always_moves:
-            self._move_up(places_BD)
+        if not in_place:
+            move_up(self.cache, self.lengths_B, places_BD, self.positions_BS)
         self.lengths_B += counts_B
-
-    def _move_up(self, places_BD: Tensor) -> None:
-        move_up(self.cache, self.lengths_B, places_BD, self.positions_BS)
 
     def rearrange(self, places_BD: Tensor) -> None:
         """Move uncommitted tokens to the first uncommitted places, in that order; they stay uncommitted."""
@@ -286,7 +281,7 @@ class Context(ByRow, ABC):
     def adopt(self, other: "Context") -> bool:
         """Take over the storage of a discarded context instead of allocating any; return whether it fits.
 
-        Its content stays in memory, unused: call `cache.wipe` if it may hold NaNs.
+        Its content stays in memory, unused: clear all rows if it may hold NaNs.
         """
         if type(other) is not type(self) or other.owner is not self.owner or other.capacity < self.capacity:
             return False

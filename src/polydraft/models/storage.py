@@ -53,17 +53,12 @@ class Storage(ByRow, ABC):
         """Write copies of slots into the first slots of one of `rows` rows."""
         raise NotImplementedError
 
-    @abstractmethod
     def clear(self, row: int) -> None:
-        """Overwrite a row with zeros: even masked slots must not hold NaNs."""
+        """Overwrite a row with zeros, if it may hold NaNs: even masked slots must not."""
 
-    @abstractmethod
-    def wipe(self) -> None:
-        """Overwrite all rows with zeros, in use or not."""
-
-    @abstractmethod
     def adopt(self, other: Any, rows: int) -> bool:
         """Take over the memory of another storage of the same model; return whether it fits this many rows."""
+        return False
 
     pool: Pool | None = None
     """Where rows take memory as they need it; None if all of it is allocated at once."""
@@ -161,11 +156,6 @@ class KeyValues(Storage):
         for stored in self._all or ():
             stored[:, row, :, : None if self._blocks is None else self._blocks.slots(row)].zero_()
 
-    def wipe(self) -> None:
-        """Overwrite all rows with zeros, in use or not."""
-        for row in range(0 if self._all is None else self._all[0].shape[1]):
-            self.clear(row)
-
     def adopt(self, other: "KeyValues", rows: int) -> bool:
         """Take over the memory of another storage of the same model; return whether it fits this many rows."""
         if (
@@ -195,21 +185,8 @@ class KeyValues(Storage):
     def move(self, source_BD: Tensor, target_BD: Tensor) -> None:
         """Copy slots within each row, in all layers at once."""
         rows_B1 = torch.arange(len(source_BD), device=source_BD.device)[:, None]
-        self.take(self, rows_B1, source_BD, rows_B1, target_BD)
-
-    def take(self, other: "KeyValues", rows: Tensor, source_BD: Tensor, own_rows: Tensor, target_BD: Tensor) -> None:
-        """Copy slots from the rows of another storage, in all layers at once."""
-        for mine, theirs in ((self.keys_LBHSC, other.keys_LBHSC), (self.values_LBHSC, other.values_LBHSC)):
-            if mine is not None and theirs is not None:
-                mine[:, own_rows, :, target_BD] = theirs[:, rows, :, source_BD]
-
-    def fill(self, other: "KeyValues", copies: int, used: int) -> None:
-        """Copy the first slots of another storage, repeating each of its rows `copies` times."""
-        if other._stored is not None:
-            room = (0, 0, 0, self.capacity - used)
-            held = (stored[:, :, :, :used].repeat_interleave(copies, dim=1) for stored in other._stored)
-            copied = [functional.pad(stored, room) for stored in held]
-            self._use(copied, copied[0].shape[1])
+        for stored_LBHSC in self._stored or ():
+            stored_LBHSC[:, rows_B1, :, target_BD] = stored_LBHSC[:, rows_B1, :, source_BD]
 
     def grow(self, capacity: int) -> None:
         """Enlarge the storage, keeping its content."""

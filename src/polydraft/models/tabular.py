@@ -1,7 +1,7 @@
 """A model whose next-token distributions are a table: known exactly, for tests and teaching."""
 
 import copy
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -133,13 +133,3 @@ class TokenSlots(Storage):
         for copies, count in pieces:
             self.tokens_BS[row, done : done + count] = copies["tokens"][:count]
             done += count
-
-    def clear(self, row: int) -> None:
-        """Do nothing: tokens are never NaN."""
-
-    def wipe(self) -> None:
-        """Do nothing: tokens are never NaN."""
-
-    def adopt(self, other: Any, rows: int) -> bool:
-        """Return False: reusing the storage would gain nothing."""
-        return False

@@ -171,7 +171,8 @@ class Lane:
     def _wipe(self) -> None:
         if self._dirty:
             for context in self._memory:
-                context.cache.wipe()
+                for row in range(len(context.every_row("lengths"))):
+                    context.cache.clear(row)
             self._dirty = False
 
     @property

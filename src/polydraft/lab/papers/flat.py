@@ -36,8 +36,6 @@ class FlatModel(LanguageModel):
 class FlatContext(Context):
     """One cache for the committed text, copied in each round for every root-to-leaf path."""
 
-    always_moves = True
-
     def __init__(self, model: FlatModel, batch_size: int, capacity: int) -> None:
         self._committed = model.inner.start(batch_size, capacity)
         super().__init__(model, self._committed.cache, batch_size, capacity, model.device, model.max_positions)
@@ -55,7 +53,9 @@ class FlatContext(Context):
         copies, width = self._model.paths_PD.shape
         candidates = self._model.inner.start(self.batch_size * copies, max(self.lengths) + width)
         candidates.rewind([length for length in self.lengths for _ in range(copies)])
-        candidates.cache.fill(self._committed.cache, copies, max(self.lengths))
+        for own_LBHSC, text_LBHSC in self._shared(candidates):
+            used = text_LBHSC[:, :, :, : max(self.lengths)]
+            own_LBHSC[:, :, :, : used.shape[3]] = used.repeat_interleave(copies, dim=1)
         tokens_RD = tokens_BT[:, self._model.paths_PD].flatten(0, 1)
         features_RDF = candidates.extend(tokens_RD, causal_block(len(tokens_RD), width, self.device))
         self._candidates = candidates
@@ -69,15 +69,26 @@ class FlatContext(Context):
     def _forward(self, tokens_BT: Tensor, positions_BT: Tensor, slots_BT: Tensor, visible_BTS: Tensor) -> Tensor:
         raise AssertionError("extend() does the work here")
 
-    def _move_up(self, places_BD: Tensor) -> None:
-        self._share_lengths()
+    def commit(self, places_BD: Tensor, counts_B: Tensor, *, in_place: bool = False) -> None:
+        """Commit tokens of the copies, or those of a plain sequence."""
         if self._candidates is None:
-            super()._move_up(places_BD)
+            super().commit(places_BD, counts_B, in_place=in_place)
             return
         target_BD = self.lengths_B[:, None] + torch.arange(places_BD.shape[1], device=self.device)
         copy_BD, depth_BD = self._model.place_of_N2[places_BD].unbind(-1)
-        rows_BD = torch.arange(self.batch_size, device=self.device)[:, None] * len(self._model.paths_PD) + copy_BD
-        self._committed.copy_slots(self._candidates, rows_BD, self.lengths_B[:, None] + depth_BD, target_BD)
+        rows_BD, source_BD = self._rows_B1 * len(self._model.paths_PD) + copy_BD, self.lengths_B[:, None] + depth_BD
+        for own_LBHSC, text_LBHSC in self._shared(self._candidates):
+            text_LBHSC[:, self._rows_B1, :, target_BD] = own_LBHSC[:, rows_BD, :, source_BD]
+        self.lengths_B += counts_B
+
+    def _shared(self, candidates: HFContext) -> list[tuple[Tensor, Tensor]]:
+        """Return the keys of the copies with those of the text, and the values of both; nothing before any text was read."""
+        keys_LBHSC, values_LBHSC = self._committed.cache.keys_LBHSC, self._committed.cache.values_LBHSC
+        if keys_LBHSC is None or values_LBHSC is None:
+            return []
+        like_B = keys_LBHSC.new_empty(candidates.batch_size)
+        own = candidates.cache.held(like_B, keys_LBHSC.shape[2], keys_LBHSC.shape[4])
+        return list(zip(own, (keys_LBHSC, values_LBHSC), strict=True))
 
     @property
     def divisible(self) -> bool:

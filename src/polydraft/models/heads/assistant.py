@@ -181,13 +181,3 @@ class NoStorage(Storage):
     def part(self, rows: slice) -> Self:
         """Return itself."""
         return self
-
-    def clear(self, row: int) -> None:
-        """Do nothing."""
-
-    def wipe(self) -> None:
-        """Do nothing."""
-
-    def adopt(self, other: Any, rows: int) -> bool:
-        """Return True: there is nothing to take over."""
-        return True

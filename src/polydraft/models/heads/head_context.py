@@ -1,7 +1,6 @@
 """The context of a head: keys and values of a batch's entries, and the passes that fill them."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -132,8 +131,6 @@ class HeadContext(Entries):
         self._angles_P3C = head.angles(torch.arange(capacity, device=head.device))
         """Rotary angles of every position."""
         self.fast = fast_head(head)
-        self.checked = False
-        """Whether a backend has checked its weights since the last text began."""
 
     def lend(self, pool: Pool) -> None:
         """Let rows take memory from a pool: on a host, or if kernels, which touch no other slots, run all passes."""
@@ -145,11 +142,6 @@ class HeadContext(Entries):
         """Allocate storage now."""
         shape, like_B = self._head.shape, torch.empty(self.batch_size, dtype=self._head.dtype, device=self.device)
         self.cache.held(like_B, shape.num_key_heads, shape.head_size)
-
-    def rewind(self, lengths: Sequence[int]) -> None:
-        """Cut rows to the given numbers of committed entries."""
-        super().rewind(lengths)
-        self.checked = False
 
     def read(self, tokens_BT: Tensor, fused_BWH: Tensor, block: Block, parents: Tensor | None = None) -> Tensor:
         """Pass uncommitted entries through the head and return its outputs `[B, T, H]`."""

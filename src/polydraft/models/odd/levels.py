@@ -130,11 +130,6 @@ class NodeStates:
         for name, states_BU in self._states.items():
             states_BU[row, : None if everywhere else 1] = self._starts[name]
 
-    def wipe(self) -> None:
-        """Reset all states of all rows."""
-        for name, states_BU in self._states.items():
-            states_BU.fill_(self._starts[name])
-
     @property
     def num_rows(self) -> int:
         """Rows that have states."""
@@ -231,11 +226,6 @@ class HybridCache(SpreadCache):
         """Overwrite a row's slots and states."""
         super().clear(row)
         self.states.forget(row, everywhere=True)
-
-    def wipe(self) -> None:
-        """Overwrite the slots and states of all rows."""
-        super().wipe()
-        self.states.wipe()
 
     def adopt(self, other: Any, rows: int) -> bool:
         """Take over the storage of another cache of the same model; return whether it fits."""
