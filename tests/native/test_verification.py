@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from polydraft.backends.native import build
-from polydraft.backends.native.verification import largest_weights
+from polydraft.backends.native.drawing import largest_weights
 from polydraft.operations import all_operations
 from polydraft.sampling import PartialVocabulary
 from polydraft.verify import Fault
@@ -73,12 +73,12 @@ def test_what_it_does_not_know_is_left_to_the_reference():
         assert native().supports(scheme, draft, distribution_of(target_BNV), uniforms_BU, 0.0) is False
 
 
-def test_largest_weights_in_order(library):
+def test_largest_weights_in_order():
     generator = torch.Generator().manual_seed(1)
     for size, count in ((1, 1), (5, 5), (64, 3), (65, 64), (1000, 16), (16384, 33)):
         weights_RV = torch.randint(50 if size < 100 else 10**6, (4, size), generator=generator).float()
-        value_RK, token_RK = largest_weights(library, weights_RV, count)
+        value_RK, token_RK = largest_weights(weights_RV, count)
         sorted_RV, order_RV = weights_RV.sort(dim=1, descending=True, stable=True)
         assert token_RK.equal(order_RV[:, :count]) and value_RK.equal(sorted_RV[:, :count])
     weights_RV[2, 7] = torch.nan
-    assert largest_weights(library, weights_RV, 3) is None
+    assert largest_weights(weights_RV, 3) is None

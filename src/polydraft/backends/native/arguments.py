@@ -1,16 +1,13 @@
-"""Arguments of the compiled functions: matrices, bodies and passes as C structures; and a check of the results."""
+"""Arguments of the compiled functions as C structures: matrices, bodies, passes and rounds; and a check of the results."""
 
 import ctypes
 import threading
-from ctypes import POINTER, c_char_p, c_float, c_int32, c_int64, c_void_p
+from collections.abc import Sequence
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int32, c_int64, c_void_p
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-
-if TYPE_CHECKING:
-    from polydraft.models.quantised import Int8Linear
 
 FORMATS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
 """The kernels' numbers for the dtypes of weights."""
@@ -63,6 +60,37 @@ class Pass(ctypes.Structure):
     )
 
 
+MOST_CHILDREN = 64
+"""Most children of a node that verification can pick from."""
+
+
+class Pick(ctypes.Structure):
+    """Children of one node per row, the target's and the draft's distributions there, and the picked child."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("target", "draft", "offsets", "known", "column_of", "others", "children", "nodes")),
+        *(
+            (name, c_void_p)
+            for name in ("uniforms", "state", "lumped", "distribution", "ratio", "mass", "child", "fault", "memory")
+        ),
+        *((name, c_int64) for name in ("rows", "vocabulary", "draft_columns", "columns", "width", "uniform_stride", "buckets")),
+        ("threshold", c_double),
+    )
+
+
+class End(ctypes.Structure):
+    """Paths, what was computed along them, and where they stop."""
+
+    _fields_ = (
+        *(
+            (name, c_void_p)
+            for name in ("lumped", "distribution", "target", "weight", "mass", "going", "known", "uniforms", "memory")
+        ),
+        *((name, c_void_p) for name in ("accepted", "token")),
+        *((name, c_int64) for name in ("rows", "levels", "vocabulary", "draft_columns", "columns", "uniform_stride")),
+    )
+
+
 def declare(library: ctypes.CDLL) -> None:
     """Declare the arguments and results of a library's functions."""
     library.polydraft_pass.argtypes, library.polydraft_pass.restype = (POINTER(Body), POINTER(Pass)), c_int32
@@ -72,6 +100,14 @@ def declare(library: ctypes.CDLL) -> None:
     library.polydraft_product_memory.argtypes = (POINTER(Matrix), c_int64)
     library.polydraft_product_memory.restype = c_int64
     library.polydraft_instructions.argtypes, library.polydraft_instructions.restype = (), c_char_p
+    library.polydraft_pick.argtypes, library.polydraft_pick.restype = (POINTER(Pick),), None
+    library.polydraft_pick_memory.argtypes, library.polydraft_pick_memory.restype = (c_int64, c_int64), c_int64
+    library.polydraft_end.argtypes, library.polydraft_end.restype = (POINTER(End),), None
+    library.polydraft_draw.argtypes = (c_void_p, *(c_int64,) * 3, c_void_p, c_int64, c_int64, c_void_p, c_void_p)
+    library.polydraft_draw.restype = None
+    library.polydraft_draw_memory.argtypes, library.polydraft_draw_memory.restype = (c_int64,), c_int64
+    library.polydraft_largest.argtypes = (c_void_p, *(c_int64,) * 4, c_void_p, c_void_p)
+    library.polydraft_largest.restype = c_int32
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,11 +121,6 @@ class Weight:
     """Scale of each int8 row."""
     columns: int = 0
     """Number of inputs; the width of `data_FX` if not given."""
-
-    @classmethod
-    def int8(cls, layer: "Int8Linear") -> "Weight":
-        """Return the weight of a layer in int8."""
-        return cls(layer.held[0], layer.bias, layer.held[1], layer.in_features)
 
     @property
     def num_inputs(self) -> int:
@@ -125,26 +156,26 @@ def quantised(weight_FX: Tensor, bias_F: Tensor | None = None) -> Weight:
 class _WorkingMemory(threading.local):
     """A buffer per thread that grows as needed."""
 
-    def __init__(self) -> None:
-        self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._size, self._address = -1, 0
-
-    def address(self, size: int) -> int:
-        """Return where the buffer begins, aligned to a cache line, after making it at least this large."""
-        if self._size < size:
-            self._size = size + size // 4
-            self._buffer = torch.empty(self._size + 64, dtype=torch.uint8)
-            start = self._buffer.data_ptr()
-            self._address = start + -start % 64
-        return self._address
+    buffer = torch.empty(0, dtype=torch.uint8)
+    size, address = -1, 0
 
 
 _MEMORY = _WorkingMemory()
 
 
 def working_memory(size: int) -> int:
-    """Return the address of this many bytes, for a compiled function to use until this thread asks again."""
-    return _MEMORY.address(size)
+    """Return the address of this many bytes, aligned to a cache line, for a compiled function until this thread asks again."""
+    if _MEMORY.size < size:
+        _MEMORY.size = size + size // 4
+        _MEMORY.buffer = torch.empty(_MEMORY.size + 64, dtype=torch.uint8)
+        start = _MEMORY.buffer.data_ptr()
+        _MEMORY.address = start + -start % 64
+    return _MEMORY.address
+
+
+def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[c_void_p]:
+    """Return the addresses of some tensors as a C array."""
+    return (c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
 
 def multiply(library: ctypes.CDLL, matrix: Matrix, input_RX: Tensor, threads: int) -> Tensor:

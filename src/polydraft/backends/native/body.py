@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 from polydraft.backends.native.arguments import FORMATS, Body, Layer, Pass, Weight, working_memory
+from polydraft.models.heads.head_context import HeadContext
+from polydraft.models.hf_context import HFContext
 from polydraft.models.packed import PackedEmbedding
 from polydraft.trees import Block
 
@@ -62,18 +64,8 @@ class BodyWeights:
         return found + (self.join.tensors() if self.join is not None else [])
 
 
-@dataclass(eq=False, kw_only=True)
-class Rows:
-    """A batch's cache: B rows of S slots."""
-
-    lengths_B: Tensor
-    """Committed tokens per row."""
-    slot_positions_BS: Tensor
-    keys_LBHSC: Tensor
-    values_LBHSC: Tensor
-    window: int | None = None
-    """How many positions back attention reaches; None for all."""
-    max_positions: int | None = None
+SlotContext = HFContext | HeadContext
+"""Contexts that keep keys and values in slots."""
 
 
 class NativeBody:
@@ -98,24 +90,32 @@ class NativeBody:
         self.key_shape = (weights.keys, weights.channels)
         """Heads of keys, and channels per head."""
 
-    def ready(self, sure: bool = False) -> bool:
-        """Whether the weights still have the same dtypes, shapes and strides; their addresses may have changed.
+    def ready(self, context: SlotContext) -> bool:
+        """Whether compiled code can run a context's next pass: not in training, nor if weights have another dtype or shape.
 
-        The check takes longer than a small pass, so callers pass `sure` once it has succeeded for the current text.
+        Only their addresses may have changed. The check takes longer than a small pass, so it is made once per text.
         """
-        if sure and self._body is not None:
-            return True
-        addresses = [tensor.data_ptr() for tensor in self._tensors]
-        if addresses != self._addresses:
-            if [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in self._tensors] != self._like:
-                return False
-            self._body, self._addresses = self._laid_out(), addresses
-            self._held = [tensor.detach() for tensor in self._tensors]
+        if torch.is_grad_enabled():
+            return False
+        if not context.checked or self._body is None:
+            addresses = [tensor.data_ptr() for tensor in self._tensors]
+            if addresses != self._addresses:
+                if [(tensor.dtype, tensor.shape, tensor.stride()) for tensor in self._tensors] != self._like:
+                    return False
+                self._body, self._addresses = self._laid_out(), addresses
+                self._held = [tensor.detach() for tensor in self._tensors]
+            context.checked = True
         return True
 
-    def __call__(
-        self, tokens_BT: Tensor, block: Block, rows: Rows, taps: Sequence[int] = (), features_BTF: Tensor | None = None
-    ) -> Tensor:
+    def run(
+        self,
+        context: SlotContext,
+        tokens_BT: Tensor,
+        block: Block,
+        taps: Sequence[int] = (),
+        features_BTF: Tensor | None = None,
+        stores_only: bool = False,
+    ) -> Tensor | None:
         """Store keys, values and positions of a block of uncommitted tokens and return their last hidden states.
 
         Parameters
@@ -124,28 +124,13 @@ class NativeBody:
             Layers, counted from 1, whose outputs are appended to the hidden states.
         features_BTF : Tensor, optional
             For feature heads: the features before each token.
+        stores_only : bool
+            Return nothing; the last layer then computes only keys and values.
         """
-        shape = (*tokens_BT.shape, self.hidden_size * (1 + len(set(taps))))
-        output_BTF = torch.empty(shape, dtype=self.dtype)
-        self._pass(tokens_BT, block, rows, taps, features_BTF, output_BTF)
-        return output_BTF
-
-    def store(self, tokens_BT: Tensor, block: Block, rows: Rows, features_BTF: Tensor | None = None) -> None:
-        """Store keys, values and positions only; the last layer computes nothing else."""
-        self._pass(tokens_BT, block, rows, (), features_BTF, None)
-
-    def _pass(
-        self,
-        tokens_BT: Tensor,
-        block: Block,
-        rows: Rows,
-        taps: Sequence[int],
-        features_BTF: Tensor | None,
-        output_BTF: Tensor | None,
-    ) -> None:
         assert self._body is not None, "ready() comes first"
         batch_size, size = tokens_BT.shape
-        keys, values, positions_BS = rows.keys_LBHSC, rows.values_LBHSC, rows.slot_positions_BS
+        keys, values = context.cache.held(torch.empty(batch_size, dtype=self.dtype), *self.key_shape)
+        positions_BS, lengths_B = context.positions_BS, context.lengths_B
         visible_BTU, depths_BT, chosen_BT, capacity = block.visible_BTU, block.depths_BT, block.places_BT, keys.shape[3]
         row = keys[0, 0].numel()
         assert keys[0].is_contiguous() and values[0].is_contiguous() and keys.stride() == values.stride()
@@ -154,6 +139,8 @@ class NativeBody:
         if len(self._cosines) < capacity:
             self._cosines, self._sines = (part.contiguous() for part in self._weights.angles(max(2 * capacity, 512)))
         taps = sorted(set(taps))
+        width = self.hidden_size * (1 + len(taps))
+        output_BTF = None if stores_only else torch.empty(batch_size, size, width, dtype=self.dtype)
         listed = (ctypes.c_int64 * len(taps))(*taps)
         tokens_BT = tokens_BT.contiguous()
         table = self._weights.embedding
@@ -165,18 +152,19 @@ class NativeBody:
         features_BTF = None if features_BTF is None else features_BTF.to(self.dtype).contiguous()
         one = Pass(
             tokens_BT.data_ptr(), depths_BT.data_ptr(), None if chosen_BT is None else chosen_BT.data_ptr(),
-            rows.lengths_B.data_ptr(), positions_BS.data_ptr(), visible_BTU.data_ptr(),
+            lengths_B.data_ptr(), positions_BS.data_ptr(), visible_BTU.data_ptr(),
             self._cosines.data_ptr(), self._sines.data_ptr(), None if features_BTF is None else features_BTF.data_ptr(),
             keys.data_ptr(), values.data_ptr(), None if output_BTF is None else output_BTF.data_ptr(),
             ctypes.addressof(listed), None,
-            batch_size, size, block.start, visible_BTU.shape[2], capacity, min(rows.max_positions or capacity, capacity) - 1,
+            batch_size, size, block.start, visible_BTU.shape[2], capacity, min(context.max_positions or capacity, capacity) - 1,
             *depths_BT.stride(), *visible_BTU.stride(),
-            positions_BS.stride(0), self.hidden_size * (1 + len(taps)), len(taps), rows.window or 0, torch.get_num_threads(),
+            positions_BS.stride(0), width, len(taps), context.window or 0, torch.get_num_threads(),
             keys.stride(0) // row,
         )  # fmt: skip
         one.memory = working_memory(self._library.polydraft_memory(self._body, one))
         placed = self._library.polydraft_pass(self._body, one)
-        assert placed, (rows.lengths_B.tolist(), block.stop, capacity)
+        assert placed, (lengths_B.tolist(), block.stop, capacity)
+        return output_BTF
 
     def _laid_out(self) -> Body:
         weights = self._weights

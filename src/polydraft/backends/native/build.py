@@ -30,7 +30,6 @@ from polydraft.backends.native.compiler import (
     runnable,
     whole,
 )
-from polydraft.backends.native.verification import declare_verification
 from polydraft.devices import cpu_features
 from polydraft.output import cache_root, written_whole
 
@@ -201,7 +200,6 @@ def _opened(file: Path, threads: str | None) -> ctypes.CDLL:
             ctypes.CDLL(threads, mode=ctypes.RTLD_GLOBAL)
         library = ctypes.CDLL(str(file))
         declare(library)
-        declare_verification(library)
     except (OSError, AttributeError) as error:
         raise ObstacleError(f"compiled code cannot be loaded ({str(error)[:160]})") from None
     if wrong := self_check(library, torch.get_num_threads()):

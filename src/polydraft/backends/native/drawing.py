@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from polydraft.backends.native.arguments import working_memory
 from polydraft.backends.native.build import library, loaded
-from polydraft.backends.native.verification import draw, largest_weights
 from polydraft.devices import can_sync
 from polydraft.operations import implements
 from polydraft.sampling.categorical import draw_independent
@@ -25,8 +25,17 @@ def _can_draw(weights_RV: Tensor, uniforms_RK: Tensor) -> bool:
 
 
 @implements(draw_independent, "native", supports=_can_draw)
-def _draw_independent(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
-    return draw(library(), weights_RV, uniforms_RK)
+def draw(weights_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
+    """Draw K tokens per row, with replacement, from float32 weights; -1 where all are zero."""
+    kernels, (rows, count), width = library(), weights_RV.shape, uniforms_RK.shape[1]
+    assert weights_RV.dtype == torch.float32 and weights_RV.stride(1) == 1
+    assert uniforms_RK.dtype == torch.float64 and (width == 1 or uniforms_RK.stride(1) == 1)
+    tokens_RK = torch.empty(rows, width, dtype=torch.long)
+    kernels.polydraft_draw(
+        weights_RV.data_ptr(), weights_RV.stride(0), rows, count, uniforms_RK.data_ptr(), uniforms_RK.stride(0), width,
+        working_memory(kernels.polydraft_draw_memory(count)), tokens_RK.data_ptr(),
+    )  # fmt: skip
+    return tokens_RK
 
 
 def _can_rank(weights_RV: Tensor, count: int) -> bool:
@@ -35,5 +44,15 @@ def _can_rank(weights_RV: Tensor, count: int) -> bool:
 
 @implements(largest, "native", supports=_can_rank)
 def _largest(weights_RV: Tensor, count: int) -> Ranked:
-    ranked = largest_weights(library(), weights_RV, min(count, weights_RV.shape[1]))
-    return largest.reference(weights_RV, count) if ranked is None else ranked  # None: there are NaNs
+    ranked = largest_weights(weights_RV, min(count, weights_RV.shape[1]))
+    return largest.reference(weights_RV, count) if ranked is None else ranked
+
+
+def largest_weights(weights_RV: Tensor, count: int) -> Ranked | None:
+    """Return the largest of each row's float32 weights in order, and their columns; None if there are NaNs."""
+    assert weights_RV.dtype == torch.float32 and weights_RV.stride(1) == 1 and 0 < count <= weights_RV.shape[1]
+    rows, size = weights_RV.shape
+    value_RK, token_RK = torch.empty(rows, count), torch.empty(rows, count, dtype=torch.long)
+    sizes = (weights_RV.stride(0), rows, size, count)
+    comparable = library().polydraft_largest(weights_RV.data_ptr(), *sizes, value_RK.data_ptr(), token_RK.data_ptr())
+    return (value_RK, token_RK) if comparable else None

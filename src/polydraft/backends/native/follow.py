@@ -6,9 +6,7 @@ A tree has a few dozen nodes, and a path only a few: Python lists take a tenth o
 import torch
 from torch import Tensor
 
-from polydraft.backends.native.build import library
-from polydraft.backends.native.drawing import readable
-from polydraft.backends.native.verification import largest_weights
+from polydraft.backends.native.drawing import largest_weights, readable
 from polydraft.operations import implements
 from polydraft.sampling import NO_TOKEN
 from polydraft.trees import DraftTree
@@ -22,7 +20,7 @@ def _supports(draft: DraftTree, logits_BNV: Tensor) -> bool:
 
 @implements(follow_largest, "native", supports=_supports)
 def _follow_largest(draft: DraftTree, logits_BNV: Tensor) -> Verdict:
-    ranked = largest_weights(library(), logits_BNV.flatten(0, 1), 1)
+    ranked = largest_weights(logits_BNV.flatten(0, 1), 1)
     if ranked is None:  # there are NaNs
         return follow_largest.reference(draft, logits_BNV)
     best_BN = ranked[1].where(ranked[0].abs() < torch.inf, NO_TOKEN).view_as(draft.tokens_BN)

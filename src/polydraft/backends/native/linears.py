@@ -8,7 +8,6 @@ adapters still work, because only a layer's own product is replaced.
 
 import threading
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -92,9 +91,7 @@ class NativeLinears(AbstractContextManager[None]):
         _PLACES.enter(self._forwards)
         _HERE.depth += 1
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None, /
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         _HERE.depth -= 1
         _PLACES.leave()
 

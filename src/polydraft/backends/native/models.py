@@ -3,9 +3,10 @@
 import torch
 from torch import Tensor, nn
 
-from polydraft.backends.native.arguments import FLOATS, Weight, quantised
-from polydraft.backends.native.body import BodyWeights, LayerWeights, NativeBody, Rows
+from polydraft.backends.native.arguments import FLOATS, Weight
+from polydraft.backends.native.body import BodyWeights, LayerWeights, NativeBody
 from polydraft.backends.native.build import kernels, library
+from polydraft.backends.native.product import weight_of
 from polydraft.models.bodies import FastBody, LeanBody, LeanLayer, fast_body, is_product
 from polydraft.models.heads.feature_head import FeatureHead
 from polydraft.models.heads.head_context import FastHead, HeadContext, fast_head, following
@@ -17,61 +18,35 @@ from polydraft.operations import implements
 from polydraft.trees import Block, causal_block
 
 
-class NativeModel(FastBody):
+class NativeModel(NativeBody, FastBody):
     """A model whose passes are compiled code."""
-
-    def __init__(self, body: NativeBody) -> None:
-        self.body, self.key_shape = body, body.key_shape
 
     def extend(self, context: HFContext, tokens_BT: Tensor, block: Block) -> Tensor | None:
         """Pass a block; None in training, or if the weights have changed."""
-        if not _ready(self.body, context):
+        if not self.ready(context):
             return None
         assert max(context.lengths) + block.stop <= context.capacity, (context.lengths, block.stop, context.capacity)
-        return self.body(tokens_BT, block, _rows(self.body, context), context.model.taps)
+        return self.run(context, tokens_BT, block, context.model.taps)
 
 
-class NativeHead(FastHead):
+class NativeHead(NativeBody, FastHead):
     """A feature head whose passes are compiled code."""
-
-    def __init__(self, body: NativeBody) -> None:
-        self.body = body
 
     def read(
         self, context: HeadContext, tokens_BT: Tensor, fused_BWH: Tensor, block: Block, parents: Tensor | None
     ) -> Tensor | None:
         """Pass some entries; None in training, or if the weights have changed."""
-        if not _ready(self.body, context):
+        if not self.ready(context):
             return None
-        return self.body(tokens_BT, block, _rows(self.body, context), features_BTF=following(fused_BWH, parents))
+        return self.run(context, tokens_BT, block, features_BTF=following(fused_BWH, parents))
 
     def store(self, context: HeadContext, tokens_BT: Tensor, fused_BTH: Tensor) -> bool:
         """Store the keys and values of entries; return False in training, or if the weights have changed."""
-        if not _ready(self.body, context):
+        if not self.ready(context):
             return False
         block = causal_block(*tokens_BT.shape, context.device)
-        self.body.store(tokens_BT, block, _rows(self.body, context), features_BTF=fused_BTH)
+        self.run(context, tokens_BT, block, features_BTF=fused_BTH, stores_only=True)
         return True
-
-
-def _ready(body: NativeBody, context: HFContext | HeadContext) -> bool:
-    """Whether compiled code can run the next pass; the weights are checked once per text."""
-    if torch.is_grad_enabled() or not body.ready(sure=context.checked):
-        return False
-    context.checked = True
-    return True
-
-
-def _rows(body: NativeBody, context: HFContext | HeadContext) -> Rows:
-    keys_LBHSC, values_LBHSC = context.cache.held(torch.empty(context.batch_size, dtype=body.dtype), *body.key_shape)
-    return Rows(
-        lengths_B=context.lengths_B,
-        slot_positions_BS=context.positions_BS,
-        keys_LBHSC=keys_LBHSC,
-        values_LBHSC=values_LBHSC,
-        window=context.window,
-        max_positions=context.max_positions,
-    )
 
 
 def _supports_model(model: HFModel, invariant: bool) -> bool:
@@ -126,30 +101,24 @@ def native_model(model: HFModel, invariant: bool) -> NativeModel:
         epsilon=body.norm.variance_epsilon,
         angles=angles,
     )
-    return NativeModel(NativeBody(library(), weights))
+    return NativeModel(library(), weights)
 
 
 def _layer_weights(layer: LeanLayer | Int8Layer) -> LayerWeights:
-    norms = {"attention_norm": layer.input_norm.weight, "mlp_norm": layer.mlp_norm.weight}
-    if isinstance(layer, Int8Layer):
-        return LayerWeights(
-            **norms,
-            qkv=_joint(layer.qkv, layer.qkv_bias),
-            output=Weight.int8(layer.output),
-            gate_up=_joint(layer.gate_up, layer.gate_up_bias),
-            down=Weight.int8(layer.down),
-        )
     return LayerWeights(
-        **norms,
-        qkv=Weight(layer.qkv, layer.qkv_bias),
-        output=Weight(layer.output.weight, layer.output.bias),  # the parameters themselves, because their data may move
-        gate_up=Weight(layer.gate_up, layer.gate_up_bias),
-        down=Weight(layer.down.weight, layer.down.bias),
+        attention_norm=layer.input_norm.weight,
+        qkv=_joint(layer.qkv, layer.qkv_bias),
+        output=weight_of(layer.output),
+        mlp_norm=layer.mlp_norm.weight,
+        gate_up=_joint(layer.gate_up, layer.gate_up_bias),
+        down=weight_of(layer.down),
     )
 
 
-def _joint(weight: Int8Weight, bias_F: Tensor | None) -> Weight:
-    return Weight(weight.data_FX, bias_F, weight.scales_F, weight.num_inputs)
+def _joint(weight: Tensor | Int8Weight, bias_F: Tensor | None) -> Weight:
+    if isinstance(weight, Int8Weight):
+        return Weight(weight.data_FX, bias_F, weight.scales_F, weight.num_inputs)
+    return Weight(weight, bias_F)
 
 
 def _supports_head(head: FeatureHead) -> bool:
@@ -165,11 +134,11 @@ def native_head(head: FeatureHead) -> NativeHead:
     """Return the compiled form of a feature head; made once per head."""
     made = head.kept.get("native")
     if not isinstance(made, NativeHead):
-        made = head.kept["native"] = NativeHead(_head_body(head))
+        made = head.kept["native"] = _head_body(head)
     return made
 
 
-def _head_body(head: FeatureHead) -> NativeBody:
+def _head_body(head: FeatureHead) -> NativeHead:
     shape = head.shape
     assert head.join is not None and head.attention_norm is not None
 
@@ -178,16 +147,13 @@ def _head_body(head: FeatureHead) -> NativeBody:
             cos_PC, _, sin_PC = head.angles(torch.arange(count), torch.float32).unbind(1)
         return cos_PC.repeat(1, 2), sin_PC.repeat(1, 2)
 
-    def weight(layer: nn.Linear) -> Weight:
-        return quantised(layer.weight.detach()) if head.int8 else Weight(layer.weight)
-
     layer = LayerWeights(
         attention_norm=head.attention_norm.weight,
-        qkv=weight(head.qkv),
-        output=weight(head.attention_output),
+        qkv=weight_of(head.qkv, head.int8),
+        output=weight_of(head.attention_output, head.int8),
         mlp_norm=head.mlp_norm.weight,
-        gate_up=weight(head.gate_up),
-        down=weight(head.down),
+        gate_up=weight_of(head.gate_up, head.int8),
+        down=weight_of(head.down, head.int8),
     )
     weights = BodyWeights(
         layers=[layer],
@@ -201,6 +167,6 @@ def _head_body(head: FeatureHead) -> NativeBody:
         angles=angles,
         feature_norm=head.feature_norm.weight,
         token_norm=head.token_norm.weight,
-        join=weight(head.join),
+        join=weight_of(head.join, head.int8),
     )
-    return NativeBody(library(), weights)
+    return NativeHead(library(), weights)

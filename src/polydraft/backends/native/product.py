@@ -49,10 +49,15 @@ def _supports(layer: Layer, int8: bool = False) -> bool:
 @implements(fast_product, "native", supports=_supports)
 def native_product(layer: Layer, int8: bool = False) -> NativeProduct:
     """Return products with a layer or a weight by compiled code."""
+    return NativeProduct(library(), weight_of(layer, int8))
+
+
+def weight_of(layer: Layer, int8: bool = False) -> Weight:
+    """Return the weight of a layer for compiled code, rounded to int8 if asked for."""
     if isinstance(layer, Int8Linear):
-        return NativeProduct(library(), Weight.int8(layer))
+        return Weight(layer.held[0], layer.bias, layer.held[1], layer.in_features)
     weight_FX, bias_F = _parts(layer)
-    return NativeProduct(library(), quantised(weight_FX.detach(), bias_F) if int8 else Weight(weight_FX, bias_F))
+    return quantised(weight_FX.detach(), bias_F) if int8 else Weight(weight_FX, bias_F)
 
 
 def _parts(layer: Layer) -> tuple[Tensor, Tensor | None]:

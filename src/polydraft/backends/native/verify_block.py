@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from polydraft.backends.native.arguments import working_memory
+from polydraft.backends.native.arguments import MOST_CHILDREN, End, Pick, addresses, working_memory
 from polydraft.backends.native.build import library, loaded
-from polydraft.backends.native.verification import MOST_CHILDREN, End, Pick, addresses, draw
+from polydraft.backends.native.drawing import draw
 from polydraft.devices import can_sync
 from polydraft.operations import implements
 from polydraft.sampling import NO_TOKEN
@@ -164,7 +164,7 @@ class _Walk:
         whole_B = accepted_B == levels
         if whole_B.any():
             distribution_BV = self._distribution(self.nodes[-1], path_BP)
-            token_B = np.where(whole_B, draw(self.kernels, distribution_BV, last_2[:, 1:])[:, 0].numpy(), token_B)
+            token_B = np.where(whole_B, draw(distribution_BV, last_2[:, 1:])[:, 0].numpy(), token_B)
         return accepted_B, token_B
 
     def _verdict(self, stop_B: np.ndarray, token_B: np.ndarray) -> Verdict:
