@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from polydraft.draft.stopping_builder import Decision
 from polydraft.errors import FailureError, UsageError, first_line
 from polydraft.models import Head, LanguageModel
-from polydraft.models.heads.head_folder import check_header, weightless
+from polydraft.models.heads.head_folder import check_header
 
 DEFAULT_THRESHOLD = 0.4
 """β of [1]."""
@@ -218,7 +218,7 @@ def load_decision(name: str, draft: LanguageModel | Head, threshold: float = DEF
             "this draft with: polydraft train decision"
         )
     try:
-        check_header(folder / "model.safetensors", weightless(DecisionModel, shape))  # before wrong sizes take memory
+        check_header(folder / "model.safetensors", DecisionModel, shape)  # before wrong sizes take memory
         model = DecisionModel(shape, threshold)
         model.load_state_dict(load_file(folder / "model.safetensors"))
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from polydraft.errors import FailureError, UsageError, first_line
+from polydraft.errors import UsageError, first_line
 from polydraft.models.heads.assistant import AssistantHead
 from polydraft.models.heads.foreign_tensors import weight_files
-from polydraft.models.heads.head_folder import Target, check_tensors, shapes_in
+from polydraft.models.heads.head_folder import Target, check_tensors, shapes_in, unreadable
 from polydraft.models.hf import HFModel
 
 MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
@@ -37,7 +37,7 @@ def load_assistant(folder: Path, target: HFModel, tokenizer: Any, name: str) -> 
             folder, dtype=target.dtype, attn_implementation="sdpa", local_files_only=True
         )
     except (OSError, SafetensorError, RuntimeError, ValueError) as error:
-        raise _unreadable(name, error) from None
+        raise unreadable(f"assistant {name!r}", error) from None
     model = model.requires_grad_(False).eval().to(target.device)
     target.tap(())
     return AssistantHead(model, target.hf_model.get_input_embeddings(), layers, name, target.native)
@@ -69,7 +69,7 @@ def check_assistant(folder: Path, target: Target, name: str) -> dict[str, int]:
         found = {part: shape for file in files for part, shape in shapes_in(file).items() if not part.endswith(_NOT_READ)}
         check_tensors(found, expected, optional=("lm_head.weight",) if config.tie_word_embeddings else ())
     except (OSError, SafetensorError, ValueError) as error:
-        raise _unreadable(name, error) from None
+        raise unreadable(f"assistant {name!r}", error) from None
     return layers
 
 
@@ -99,7 +99,3 @@ def _layers(text: Any, target: Target, name: str) -> dict[str, int]:
 def _keys(config: Any, layer: int) -> str:
     sizes = config.per_layer_config[layer]
     return f"{sizes.num_key_value_heads} heads of size {sizes.head_dim}"
-
-
-def _unreadable(name: str, error: Exception) -> FailureError:
-    return FailureError(f"cannot read the weights of assistant {name!r} ({first_line(error)}); get another copy")

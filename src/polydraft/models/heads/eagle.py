@@ -40,27 +40,24 @@ class EagleFormat(Format):
         marked = "bias" in config and config.get("num_hidden_layers") == 1 and config.get("model_type") in ("llama", "qwen2")
         return (named or marked) and "speculators_model_type" not in config and "draft_vocab_size" not in config
 
-    def of_authors(self, config: Mapping[str, Any]) -> Config:
+    def _of_authors(self, config: Mapping[str, Any]) -> Config:
         """Read a config, which describes only the layer."""
         return Config(layer=config, form={self.taps: [1]})  # any value will do: `shape` removes it
 
-    def shape(self, config: Config, target: Target, found: set[str]) -> HeadShape:
-        """Return sizes and form of a head whose files have the tensors `found`."""
-        shape = super().shape(config, target, found)
+    def _shape(self, config: Config, target: Target, found: set[str]) -> HeadShape:
+        shape = super()._shape(config, target, found)
         return dataclasses.replace(shape, taps=(), reads_last=True, joins=True, normed=False, join_bias="fc.bias" in found)
 
-    def ignored(self, config: Config, tokens: int) -> Collection[str]:
-        """Return the names of tensors to ignore, because the target's own are used."""
+    def _ignored(self, config: Config, tokens: int) -> Collection[str]:
         return ("lm_head.weight",)
 
-    def expected(self, config: Config, shape: HeadShape, tokens: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of all tensors of a head."""
+    def _expected(self, config: Config, shape: HeadShape, tokens: int) -> dict[str, tuple[int, ...]]:
         size = shape.hidden_size
         expected = {"fc.weight": (size, 2 * size), **layer_shapes(shape, FIRST, size), "embed_tokens.weight": (tokens, size)}
         del expected[f"{FIRST}input_layernorm.weight"]
         return expected | ({"fc.bias": (size,)} if shape.join_bias else {})
 
-    def renamed(self, theirs: Mapping[str, Tensor], shape: HeadShape) -> dict[str, Tensor]:
+    def _renamed(self, theirs: Mapping[str, Tensor], shape: HeadShape) -> dict[str, Tensor]:
         """Return the weights of a head under our names; we join features first, then tokens."""
         ours = {"join.weight": theirs["fc.weight"].roll(shape.hidden_size, 1), **layer_weights(theirs, shape, FIRST)}
         return ours | ({"join.bias": theirs["fc.bias"]} if shape.join_bias else {})

@@ -18,7 +18,7 @@ from typing import Any
 from safetensors import SafetensorError
 from torch import Tensor
 
-from polydraft.errors import FailureError, UsageError, first_line, shown
+from polydraft.errors import UsageError, shown
 from polydraft.models.heads.feature_head import ENDLESS, FeatureHead, HeadShape, TapNorm
 from polydraft.models.heads.foreign_tensors import (
     FIRST,
@@ -30,7 +30,15 @@ from polydraft.models.heads.foreign_tensors import (
     shapes_of,
     weight_files,
 )
-from polydraft.models.heads.head_folder import Target, check_tensors, checked_number, checked_shape, installed, new_head
+from polydraft.models.heads.head_folder import (
+    Target,
+    check_tensors,
+    checked_number,
+    checked_shape,
+    installed,
+    new_head,
+    unreadable,
+)
 from polydraft.models.hf import HFModel
 
 _MODEL_TYPES = ("llama", "qwen2", "qwen3")
@@ -92,9 +100,9 @@ class Format:
             theirs = {part: tensor for part, tensor in loaded(files).items() if part in expected}
             vocabulary = drafted_vocabulary(theirs, target)
         except (OSError, SafetensorError, ValueError) as error:
-            raise _unreadable(name, first_line(error)) from None
+            raise unreadable(f"draft {name!r}", error) from None
         head = new_head(shape, target, vocabulary, name, self.head)
-        head.load_state_dict(self.renamed(theirs, shape))
+        head.load_state_dict(self._renamed(theirs, shape))
         head.tables = own_tables(theirs, head, vocabulary)
         return installed(head, target)
 
@@ -107,21 +115,21 @@ class Format:
             config = self._config(json.loads((folder / "config.json").read_text(encoding="utf-8")))
             _check_target(config, target, name)
             files = weight_files(folder, name)
-            ignored = self.ignored(config, target.vocab_size)
+            ignored = self._ignored(config, target.vocab_size)
             found = {part: shape for part, shape in shapes_of(files).items() if part not in ignored}
-            shape = self.shape(config, target, {*found})
+            shape = self._shape(config, target, {*found})
         except UsageError:
             raise
         except (OSError, SafetensorError) as error:
-            raise _unreadable(name, str(error)) from None
+            raise unreadable(f"draft {name!r}", error) from None
         except (ValueError, TypeError, KeyError) as error:
             raise UsageError(f"draft {name!r} has no usable config.json ({error}); get another copy") from None
         _check_taps(shape, target, name)
-        expected = self.expected(config, shape, target.vocab_size)
+        expected = self._expected(config, shape, target.vocab_size)
         try:
             check_tensors(found, expected, optional=_OPTIONAL if "d2t" in expected else (*_OPTIONAL, "d2t"))
         except ValueError as error:
-            raise _unreadable(name, str(error)) from None
+            raise unreadable(f"draft {name!r}", error) from None
         return shape, files, expected
 
     def _config(self, config: Any) -> Config:
@@ -129,7 +137,7 @@ class Format:
             raise ValueError("it is not an object")
         kind = config.get("speculators_model_type")
         if kind is None:
-            found = self.of_authors(config)
+            found = self._of_authors(config)
         elif kind != self.kind:
             raise ValueError(f"speculators_model_type is {shown(kind)}; allowed: {', '.join(_KINDS)}")
         else:
@@ -145,11 +153,11 @@ class Format:
             raise ValueError(f"hidden_act is {shown(activation)}; heads with silu can be loaded")
         return found
 
-    def of_authors(self, config: Mapping[str, Any]) -> Config:
+    def _of_authors(self, config: Mapping[str, Any]) -> Config:
         """Read a config in the authors' own format."""
         return Config(layer=config, form={**config, **(config.get("eagle_config") or {})})
 
-    def shape(self, config: Config, target: Target, found: set[str]) -> HeadShape:
+    def _shape(self, config: Config, target: Target, found: set[str]) -> HeadShape:
         """Read sizes and form. There are biases and norms of queries and keys if the file has them or the config says so."""
         layer, form = config.layer, config.form
         middle = target.num_layers // 2
@@ -182,11 +190,11 @@ class Format:
         shape = checked_shape(fields)
         return checked_shape({**fields, **_rope(layer, shape)})
 
-    def ignored(self, config: Config, tokens: int) -> Collection[str]:
+    def _ignored(self, config: Config, tokens: int) -> Collection[str]:
         """Return the names of tensors to ignore, because the target's own are used."""
         return ()
 
-    def expected(self, config: Config, shape: HeadShape, tokens: int) -> dict[str, tuple[int, ...]]:
+    def _expected(self, config: Config, shape: HeadShape, tokens: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors of a head."""
         size, drafted, reads = shape.hidden_size, config.drafted(tokens), self.head.side_by_side * shape.hidden_size
         expected = {"fc.weight": (size, size * len(shape.taps)), "norm.weight": (size,), "lm_head.weight": (drafted, size)}
@@ -201,7 +209,7 @@ class Format:
             expected["d2t"] = (drafted,)
         return expected | {"embed_tokens.weight": (tokens, size), "t2d": (tokens,)}
 
-    def renamed(self, theirs: Mapping[str, Tensor], shape: HeadShape) -> dict[str, Tensor]:
+    def _renamed(self, theirs: Mapping[str, Tensor], shape: HeadShape) -> dict[str, Tensor]:
         """Return the weights of a head under our names; our first layer reads features first, then tokens."""
         ours = {
             "fuse.weight": theirs["fc.weight"],
@@ -230,10 +238,6 @@ def layer_windows(config: Config) -> tuple[int, ...]:
         raise ValueError(f"layer_types is {shown(kinds)}, not a list of {count} types")
     window = checked_number("sliding_window", config.layer.get("sliding_window") or ENDLESS)
     return tuple(window if kind == "sliding_attention" else ENDLESS for kind in kinds or [None] * count)
-
-
-def _unreadable(name: str, reason: str) -> FailureError:
-    return FailureError(f"cannot read the weights of draft {name!r} ({reason}); get another copy")
 
 
 def _check_target(config: Config, target: Target, name: str) -> None:

@@ -110,8 +110,6 @@ class FeatureHead(HeadLayer, Head):
         self.tables = (embedding_VH, output_VH if vocabulary is None else output_VH[vocabulary.tokens_D])
         self.windows: Sequence[int] = (shape.window,)
         """How many positions each layer reaches back."""
-        self.kept: dict[str, object] = {}
-        """Cached by backends until the weights move."""
 
     @property
     def all_layers(self) -> Sequence[HeadLayer]:
@@ -158,9 +156,6 @@ class FeatureHead(HeadLayer, Head):
         table_VH = self.tables[1].to(outputs_RH.dtype)
         return by_rows(lambda rows_RH: functional.linear(rows_RH, table_VH), outputs_RH)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "kept": {}}
-
     def start(self, batch_size: int, capacity: int) -> HeadContext:
         """Return an empty context for `batch_size` texts with room for `capacity` entries each."""
         return HeadContext(self, batch_size, capacity)
@@ -168,5 +163,4 @@ class FeatureHead(HeadLayer, Head):
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         # Move the tables, too: they are not buffers.
         self.tables = (fn(self.tables[0]), fn(self.tables[1]))
-        self.kept = {}
         return super()._apply(fn, recurse)

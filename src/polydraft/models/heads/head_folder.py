@@ -19,23 +19,21 @@ from polydraft.models.hf import HFModel
 from polydraft.sampling import PartialVocabulary
 
 
-def check_header(file: Path, expected: Mapping[str, torch.Tensor]) -> None:
-    """Refuse a file that does not hold tensors of exactly these names and shapes, reading only its header.
-
-    Parameters
-    ----------
-    file : Path
-        A safetensors file.
-    expected : mapping
-        Tensors of the right shapes, such as a module's state on the meta device, which takes no memory.
+def check_header(file: Path, module: type[nn.Module], *arguments: object) -> None:
+    """Refuse a safetensors file that does not hold the state of a module made from these arguments, reading only its header.
 
     Raises
     ------
     ValueError
-        If a tensor is missing, unexpected, or of another shape; it says which.
+        If a tensor is missing, unexpected, or of another shape (it says which), or if torch refuses the sizes.
     OSError, SafetensorError
         If the file cannot be read.
     """
+    try:
+        with torch.device("meta"):  # before anything is allocated: wrong sizes may be larger than memory
+            expected = module(*arguments).state_dict()
+    except (RuntimeError, TypeError, OverflowError):
+        raise ValueError("config.json asks for impossible sizes") from None
     check_tensors(shapes_in(file), {name: tuple(tensor.shape) for name, tensor in expected.items()})
 
 
@@ -61,16 +59,6 @@ def shapes_in(file: Path) -> dict[str, tuple[int, ...]]:
 def pickled_files(folder: Path) -> list[str]:
     """Return the names of pickled weight files in a folder, which must not be loaded."""
     return sorted(file.name for ending in ("bin", "pt", "pth") for file in folder.glob(f"*.{ending}"))
-
-
-def weightless(module: type[nn.Module], *arguments: object) -> Mapping[str, torch.Tensor]:
-    """Return the state that a module made from these arguments would have, on the meta device."""
-    try:
-        with torch.device("meta"):
-            state: Mapping[str, torch.Tensor] = module(*arguments).state_dict()
-    except (RuntimeError, TypeError, OverflowError):  # torch refuses the sizes
-        raise ValueError("config.json asks for impossible sizes") from None
-    return state
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -229,15 +217,15 @@ def check_head(folder: Path, target: Target, name: str) -> tuple[HeadShape, str 
             f"{target.hidden_size} and {target.num_layers} layers; use the head's own target"
         )
     try:
-        # Before anything is allocated: wrong sizes may be larger than memory.
-        check_header(folder / "model.safetensors", weightless(FeatureHead, shape, torch.empty(0), torch.empty(0)))
+        check_header(folder / "model.safetensors", FeatureHead, shape, torch.empty(0), torch.empty(0))
     except (OSError, SafetensorError, ValueError) as error:
-        raise _unreadable(name, error) from None
+        raise unreadable(f"draft {name!r}", error, "train it again or get another copy") from None
     return shape, config.get("tokenizer_fingerprint")
 
 
-def _unreadable(name: str, error: Exception) -> FailureError:
-    return FailureError(f"cannot read the weights of draft {name!r} ({first_line(error)}); train it again or get another copy")
+def unreadable(what: str, error: Exception, remedy: str = "get another copy") -> FailureError:
+    """Return the error for weights that cannot be read."""
+    return FailureError(f"cannot read the weights of {what} ({first_line(error)}); {remedy}")
 
 
 def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> FeatureHead:
@@ -254,7 +242,7 @@ def load_head(folder: Path, target: HFModel, tokenizer: Any, name: str) -> Featu
     try:
         head.load_state_dict(load_file(folder / "model.safetensors"))
     except (OSError, SafetensorError, RuntimeError) as error:
-        raise _unreadable(name, error) from None
+        raise unreadable(f"draft {name!r}", error, "train it again or get another copy") from None
     return installed(head, target)
 
 

@@ -41,6 +41,8 @@ class HeadLayer(nn.Module):
         self.int8 = False
         """Whether our kernels read the weights in int8."""
         self._products: dict[int, tuple[Tensor, Product | None]] = {}
+        self.kept: dict[str, object] = {}
+        """What backends have made of the head; like `_products`, of use only until the weights move."""
 
     @property
     def device(self) -> torch.device:
@@ -129,10 +131,10 @@ class HeadLayer(nn.Module):
         return product
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_products": {}}  # they hold addresses, which are of no use to a copy
+        return {**self.__dict__, "_products": {}, "kept": {}}  # they hold addresses, which are of no use to a copy
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        self._products = {}
+        self._products, self.kept = {}, {}
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
 

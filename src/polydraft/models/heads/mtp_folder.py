@@ -119,25 +119,27 @@ def mtp_layers(folder: Path) -> tuple[int, int]:
         return 0, 0
 
 
-def check_mtp(folder: Path, target: Target, name: str, *, arriving: bool = False) -> None:
-    """Refuse MTP layers that are incomplete, of an unknown form, or for a target of other sizes.
+def check_mtp(folder: Path, target: Target, name: str, *, arriving: bool = False) -> tuple[MtpFiles, dict[str, str]]:
+    """Return the files of MTP layers, and the names of the first layer's tensors in them.
+
+    Refuse layers that are incomplete, of an unknown form, or for a target of other sizes.
 
     If they are `arriving` from a hub with the target, only their names can be checked until their files are here.
     """
     files, layer = _first_layer(folder, target, name)
     if arriving and not all(files.files[theirs].exists() for theirs in layer.values()):
-        return
+        return files, layer
     with _explained(name):
         tensors = {part: torch.empty(shape, device="meta") for part, shape in _shapes(files, layer).items()}
     _one_layer(tensors, target, name)
+    return files, layer
 
 
 def load_mtp(folder: Path, target: HFModel, tokenizer: Any, name: str) -> MtpHead:
     """Load the first MTP layer of a folder for its target; it drafts all levels."""
     if target.spread is not None:
         raise UsageError(f"MTP layers read the tables of target {target.name!r}, but {target.spread}; use a draft model")
-    check_mtp(folder, target, name)
-    files, layer = _first_layer(folder, target, name)
+    files, layer = check_mtp(folder, target, name)
     if (number := len(files.layers)) > 1:
         logger.info("%s has %d MTP layers, of which the first drafts, at every depth", name, number)
     with _explained(name):
