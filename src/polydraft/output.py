@@ -45,7 +45,7 @@ def partial_beside(path: Path) -> Iterator[Path]:
 def partial_folder(path: Path) -> Iterator[Path]:
     """Make an empty folder beside a path, to be renamed to it; it is locked during the block, and removed if it is left.
 
-    A killed process leaves its folder behind; the next writer of the same path, or `remove_leftovers`, removes it.
+    A killed process leaves its folder behind; the next writer of the same path removes it.
     """
     remove_leftovers(path.parent, path.name[:_LONGEST_NAME])
     with partial_beside(path) as partial:
@@ -58,12 +58,12 @@ def partial_folder(path: Path) -> Iterator[Path]:
                 os.close(lock)
 
 
-def remove_leftovers(folder: Path, name: str | None = None) -> None:
-    """Remove partial folders of dead writers: all in a folder, or those of one name."""
+def remove_leftovers(folder: Path, name: str) -> None:
+    """Remove the partial folders that dead writers of this name have left in a folder."""
     with suppress(OSError):
         for leftover in list(folder.iterdir()):
             found = _PARTIAL.fullmatch(leftover.name)
-            if found is None or name not in (None, found[1]) or leftover.is_symlink() or not leftover.is_dir():
+            if found is None or found[1] != name or leftover.is_symlink() or not leftover.is_dir():
                 continue
             if time.time() - leftover.stat().st_mtime < _YOUNG_SECONDS or (lock := _lock(leftover)[0]) is None:
                 continue

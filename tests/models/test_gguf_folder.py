@@ -1,7 +1,6 @@
 """The folder that a GGUF file is converted into: interrupted, full, shared by two processes, damaged, left behind."""
 
 import errno
-import json
 import os
 import shutil
 import threading
@@ -126,19 +125,6 @@ def test_what_nobody_goes_on_from_is_removed_in_the_end(tmp_path, cache):
         (folder / "model-00001-of-00002.safetensors").write_bytes(b"whole")
         (folder / ".model-00002-of-00002.safetensors.0123456789abcdef").write_bytes(b"half")
     os.utime(folders["old"], (0, 0))
-    earlier = cache / ".large-0123456789ab-float32.0123456789abcdef"
-    earlier.mkdir()
-    os.utime(earlier, (0, 0))
     converted_folder(file, torch.float32)
     assert [path.name for path in folders["young"].iterdir()] == ["model-00001-of-00002.safetensors"]
-    assert not folders["old"].exists() and not earlier.exists()
-
-
-def test_a_copy_that_an_earlier_version_made_is_mentioned(tmp_path, cache, caplog):
-    file = write(tmp_path / "tiny.gguf", tiny())
-    earlier = cache / "tiny-0123456789ab-float32"
-    earlier.mkdir(parents=True)
-    (earlier / "config.json").write_text(json.dumps({}))
-    with caplog.at_level("INFO", logger="polydraft"):
-        converted_folder(file, torch.float32)
-    assert f"{earlier} (0.0 GB), made by an earlier version, is no longer used; delete it" in caplog.text
+    assert not folders["old"].exists()

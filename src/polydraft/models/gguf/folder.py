@@ -26,7 +26,7 @@ from polydraft.models.gguf.conversion import Conversion
 from polydraft.models.gguf.header import read_header
 from polydraft.models.gguf.shards import SHARD_BYTES, write_index
 from polydraft.models.gguf.tokenizer import check_tokenizer, write_tokenizer
-from polydraft.output import cache_root, locked, remove_leftovers, written_whole
+from polydraft.output import cache_root, locked, written_whole
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +126,6 @@ def convert(source: Path, folder: Path, dtype: torch.dtype, shard_bytes: int = S
             _discard(folder)
             reason = f"could not convert {source.name} into {folder} ({error.strerror or error})"
             raise FailureError(f"{reason}; free some space, or {_REMEDY}") from None
-    _mention_earlier(source)
 
 
 def _make_writable(folder: Path) -> None:
@@ -199,7 +198,6 @@ def _discard(folder: Path) -> None:
 
 def _tidy(root: Path) -> None:
     """Remove the partial files of killed processes, and folders abandoned long ago."""
-    remove_leftovers(cache_root())  # where earlier versions have left some
     with suppress(OSError):
         for folder in [path for path in root.iterdir() if path.is_dir() and not (path / MANIFEST).exists()]:
             with locked(folder, None) as held:
@@ -207,16 +205,6 @@ def _tidy(root: Path) -> None:
                     _discard(folder)
                 elif held:
                     _remove_partial(folder)
-
-
-def _mention_earlier(source: Path) -> None:
-    """Log where earlier versions have stored the same file converted, so that the user can delete it."""
-    stem = source.stem[:80]
-    with suppress(OSError):
-        for path in sorted(cache_root().iterdir()):
-            if path.name.startswith(f"{stem}-") and (path / "config.json").exists():
-                size = sum(file.stat().st_size for file in path.iterdir())
-                logger.info("%s (%s), made by an earlier version, is no longer used; delete it", path, _gigabytes(size))
 
 
 def _fingerprint(source: Path) -> str:
