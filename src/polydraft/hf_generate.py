@@ -209,13 +209,13 @@ class Speculate:
         if model.training:
             raise in_training("model")
         target, name = self._target, self._options.draft
-        if target is None or target.hf_model is not model or self._places != places_of(model):
+        if target is None or target.hf_model is not model or self._places != places_of(model.parameters()):
             target = HFModel(model, endless=True)
             if isinstance(name, str):
                 self._draft_by_name(name, Loaded(target, _tokenizer_of(model), ()))
             elif isinstance(self._draft, Head):
                 target.tap(self._draft.taps)
-            self._target, self._places = target, places_of(model)
+            self._target, self._places = target, places_of(model.parameters())
         if self._draft is not None:
             check_draft(self._draft, target)
         return target

@@ -38,12 +38,8 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def places_of(model: Any) -> tuple[int, ...]:
-    """Return the addresses of the weights, which change if the model is moved or converted or gets new layers."""
-    return _addresses(model.parameters())
-
-
-def _addresses(weights: Iterable[Any]) -> tuple[int, ...]:
+def places_of(weights: Iterable[Any]) -> tuple[int, ...]:
+    """Return the addresses of a model's weights, which change if it is moved or converted or gets new layers."""
     # Weights quantised by other packages may have no storage.
     plain = torch.nn.Parameter
     return tuple(weight.data_ptr() if type(weight) is plain else id(weight) for weight in weights)
@@ -62,7 +58,7 @@ class Weights:
         switched = ("active_adapters", "merged_adapters")
         found = model.modules() if self._adapters else ()
         self._layers = [layer for layer in found if all(hasattr(layer, name) for name in switched)]
-        self._addresses = _addresses(self._weights)
+        self._addresses = places_of(self._weights)
         self._modules = [
             (module, type(module), vars(module), module._forward_hooks, module._forward_pre_hooks) for module in model.modules()
         ]
@@ -79,7 +75,7 @@ class Weights:
         """Whether weights and adapters are still the same objects in the same places."""
         now = _adapters(self._model)
         same = now.keys() == self._adapters.keys() and all(now[name] is self._adapters[name] for name in now)
-        return same and _addresses(self._weights) == self._addresses and self._changes() == self._at_first
+        return same and places_of(self._weights) == self._addresses and self._changes() == self._at_first
 
     def _changes(self) -> list[int]:
         """Which modules have hooks, forwards of their own, or other classes than at first: `is_altered` in microseconds."""

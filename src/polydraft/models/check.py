@@ -7,7 +7,7 @@ See docs/decisions/020-unknown-models-are-tried-on-a-twin.md.
 
 import itertools
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,19 +29,13 @@ _SAME_FORMULA = 1e-4
 scan but not for single tokens, by 1e-3 now and then."""
 
 
-def check_habits(model: "HFModel", wrap: Callable[[Any], "HFModel"]) -> bool:
-    """Refuse a model whose logits in trees are not those of plain passes; return whether its texts may outgrow its context.
-
-    Parameters
-    ----------
-    wrap : callable
-        Makes an `HFModel` of a twin without checking it.
-    """
+def check_habits(model: "HFModel") -> bool:
+    """Refuse a model whose logits in trees are not those of plain passes; return whether its texts may outgrow its context."""
     # Quantised models are coarse, too: they round inputs to steps, and a rounding error before that can cost a whole step. In
     # Gemma 3 in int8, which has inputs 800 times as large as most, plain passes over a text and over a part of it differ by
     # 2e-3.
     coarse = model.int8 or model.quantised_by is not None or model.dtype not in (torch.float32, torch.float64)
-    for wrapped in working_twins(model.hf_model, wrap):
+    for wrapped in working_twins(model.hf_model):
         may_outgrow = _check_twin(wrapped)
         model.resumes = wrapped.resumes
         # The class is fine. What is left is to notice changed layers in this model; the tolerance is wide because of experts,
@@ -57,11 +51,13 @@ def check_habits(model: "HFModel", wrap: Callable[[Any], "HFModel"]) -> bool:
     return False
 
 
-def working_twins(model: Any, wrap: Callable[[Any], "HFModel"]) -> Iterator["HFModel"]:
+def working_twins(model: Any) -> Iterator["HFModel"]:
     """Yield the twins of a `transformers` model that run at all; the model itself may be without weights."""
+    from polydraft.models.hf import HFModel  # late: it imports this module
+
     for twin in twins(model):
         try:
-            wrapped = wrap(twin)
+            wrapped = HFModel(twin, trusted=True)
             with torch.no_grad():
                 _try(wrapped)
         except Exception:  # its sizes do not fit each other, which says nothing about the model

@@ -91,7 +91,7 @@ class HFModel(LanguageModel):
             tested = self.config.model_type in FAMILIES and self.quantised_by is None and not self.adapted
             if not trusted and not tested:
                 with torch.no_grad():
-                    may_outgrow = check_habits(self, lambda twin: HFModel(twin, trusted=True))
+                    may_outgrow = check_habits(self)
         except (PolydraftError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # an unknown class may fail in any way
@@ -151,7 +151,7 @@ class HFModel(LanguageModel):
             self.lean = lean_body(model) if lean else None
         self._body: LeanBody | GPTNeoBody | None = self.lean
         if self.config.model_type == GPT_NEO:
-            self._body = GPTNeoBody(model, self.spread if self._split_head else "its output head does not stand alone")
+            self._body = GPTNeoBody(model, self.spread if self._split_head else "its output head was changed")
         # Not by default in float32, whose invariant products do not run on the matrix units.
         self.fast = fast_body(self, self.dtype == torch.bfloat16 if invariant is None else invariant)
         """Runs whole passes instead of torch, if a backend can."""

@@ -244,32 +244,27 @@ def cannot_load(name: str, reason: str) -> UsageError:
 
 
 def check_size(name: str) -> None:
-    """Refuse a folder whose config.json asks for far more weights than its files hold."""
-    if _is_larger_than_its_files(name):
-        raise FailureError(
-            f"cannot read the weights of model {name!r} (its tensors have other shapes than config.json says: it asks for more "
-            "weights than the files could hold); download or save it again"
-        )
-
-
-def _is_larger_than_its_files(folder: str) -> bool:
-    """Whether config.json asks for far more weights than a folder's safetensors files hold.
+    """Refuse a folder whose config.json asks for far more weights than its safetensors files hold.
 
     Transformers would fill all of them with random numbers before it compares shapes, and one wrong size can use up all memory.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
-        held = sum(math.prod(shape) for path in Path(folder).glob("*.safetensors") for shape in shapes_in(path).values())
+        held = sum(math.prod(shape) for path in Path(name).glob("*.safetensors") for shape in shapes_in(path).values())
         if not held:  # a hub name, or a folder with other files
-            return False
-        config = AutoConfig.from_pretrained(folder)
+            return
+        config = AutoConfig.from_pretrained(name)
         with torch.device("meta"):
             asked: int = sum(parameter.numel() for parameter in AutoModelForCausalLM.from_config(config).parameters())
     except Exception:  # loading it reports what is wrong
-        return False
+        return
     packed = 1 if scheme_of(config) is None else 32  # at most: weights of 1 bit in integers of 32 bits
-    return asked > 2 * packed * held  # 2: tables may be shared
+    if asked > 2 * packed * held:  # 2: tables may be shared
+        raise FailureError(
+            f"cannot read the weights of model {name!r} (its tensors have other shapes than config.json says: it asks for more "
+            "weights than the files could hold); download or save it again"
+        )
 
 
 def name_obstacle(folder: str, error: Exception) -> str:

@@ -127,7 +127,7 @@ class Outline:
         refuse_unsupported(self.model)
         if self.dtype == torch.int8:
             refuse_twice(self.scheme)
-        found = next(working_twins(self.model, lambda twin: HFModel(twin, trusted=True)), None)
+        found = next(working_twins(self.model), None)
         if found is None:
             return None
         small = found.hf_model.to(self.device, torch.float32 if self.dtype == torch.int8 else self.dtype)

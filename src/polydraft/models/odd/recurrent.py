@@ -52,35 +52,6 @@ class Recurrence:
     """Name of the model's argument for its cache."""
 
 
-class _Watch:
-    """Records which modules are running when states of a cache are used."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self.running: list[nn.Module] = []
-        self.mixers: dict[int, nn.Module] = {}
-        self._handles = [module.register_forward_pre_hook(self._begin) for module in model.modules()]
-        self._handles += [module.register_forward_hook(self._end, always_call=True) for module in model.modules()]
-
-    def _begin(self, module: nn.Module, inputs: Any) -> None:
-        self.running.append(module)
-
-    def _end(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        self.running.pop()
-
-    def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-
-    def spy(self, cache: Any) -> None:
-        for method in _STATE_METHODS:
-            if hasattr(cache, method):
-                setattr(cache, method, partial(self._note, getattr(cache, method)))
-
-    def _note(self, method: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        self.mixers[id(self.running[-1])] = self.running[-1]
-        return method(*args, **options)
-
-
 def find_recurrence(model: Any) -> Recurrence | None:
     """Return the recurrent part of a model, or None; refuse a model whose states cannot be copied."""
     if not is_recurrent(model):
@@ -102,21 +73,44 @@ def find_recurrence(model: Any) -> Recurrence | None:
                 f"model type {kind!r} has recurrent layers, and transformers {transformers.__version__} does not expose "
                 "their states; use 5.17 or newer"
             )
-        watch = _Watch(model)
-        try:
-            watch.spy(cache)
-            model(input_ids=tokens_BT, use_cache=True, **{argument: cache})
-        finally:
-            watch.close()
-    if not watch.mixers:
+        mixers = _users_of_states(model, cache, lambda: model(input_ids=tokens_BT, use_cache=True, **{argument: cache}))
+    if not mixers:
         return None
     if (spread := spread_obstacle(model)) is not None:
         raise UsageError(f"model type {kind!r} has recurrent layers, which must be in one place, but {spread}")
     return Recurrence(
-        mixers=tuple(watch.mixers.values()),
+        mixers=mixers,
         states=tuple(_shapes(cache, _first_end(text_config(model)))),
         cache_argument=argument,
     )
+
+
+def _users_of_states(model: nn.Module, cache: Any, read: Callable[[], object]) -> tuple[nn.Module, ...]:
+    """Return the innermost modules that use states of the cache while the model reads."""
+    running: list[nn.Module] = []
+    found: dict[int, nn.Module] = {}
+
+    def begin(module: nn.Module, inputs: Any) -> None:
+        running.append(module)
+
+    def end(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        running.pop()
+
+    def noted(method: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        found[id(running[-1])] = running[-1]
+        return method(*args, **options)
+
+    handles = [module.register_forward_pre_hook(begin) for module in model.modules()]
+    handles += [module.register_forward_hook(end, always_call=True) for module in model.modules()]
+    try:
+        for name in _STATE_METHODS:
+            if hasattr(cache, name):
+                setattr(cache, name, partial(noted, getattr(cache, name)))
+        read()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tuple(found.values())
 
 
 def _has_numbered_states(cache: DynamicCache) -> bool:
