@@ -13,10 +13,10 @@ from covering import covering
 from families import FAMILIES
 from native.native_models import block_of, random_text, random_tree, read
 from polydraft.backends.native import build
-from polydraft.backends.native.linears import native_linears
 from polydraft.backends.native.product import NativeProduct
 from polydraft.engine import Decoder
 from polydraft.models.hf import HFModel, early_exit
+from polydraft.models.products import fast_linears
 from polydraft.sampling import SamplingParams
 
 SHAPES = ["qwen3", "gemma", "gemma2", "phi", "phi3", "opt", "gpt_neox", "gpt_neo"]
@@ -27,9 +27,16 @@ compiled = pytest.mark.usefixtures("compiled")
 every_dtype = pytest.mark.parametrize("dtype", DTYPES)
 
 
+def small_linears(model):
+    """Compiled products for layers of any size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("polydraft.backends.native.linears.LEAST_WEIGHTS", 1)
+        return fast_linears(model)
+
+
 def with_small_layers(model):
     """Let layers of any size take part."""
-    model.linears = native_linears(model.hf_model, least=1)
+    model.linears = small_linears(model.hf_model)
     return model
 
 
@@ -59,7 +66,7 @@ def inputs(rows, columns, dtype):
 @pytest.mark.parametrize("rows,columns,bias", [(1, 1, True), (37, 83, True), (130, 257, False), (64, 512, True)])
 def test_products_have_the_same_bits_for_1_to_64_rows(rows, columns, bias, dtype):
     layer, whole_RX = layer_of(rows, columns, dtype, bias), inputs(64, columns, dtype)
-    linears = native_linears(layer, least=1)
+    linears = small_linears(layer)
     with torch.inference_mode(), linears:
         whole_RF = layer(whole_RX)
         for count in range(1, 65):
@@ -78,7 +85,7 @@ def test_products_have_the_same_bits_for_1_to_64_rows(rows, columns, bias, dtype
 @compiled
 def test_nothing_but_our_passes_is_touched(asked):
     layer, input_RX = layer_of(40, 50, "float32"), inputs(3, 50, "float32")
-    linears = native_linears(layer, least=1)
+    linears = small_linears(layer)
     with torch.no_grad():
         layer(input_RX)
         assert not asked
@@ -107,10 +114,10 @@ def test_nothing_but_our_passes_is_touched(asked):
 def test_long_texts_too_where_torch_has_no_instructions_for_the_format(asked, monkeypatch):
     monkeypatch.setattr("polydraft.backends.native.linears.cpu_computes_bfloat16", lambda: False)
     layer, input_BTX = layer_of(40, 50, "bfloat16"), inputs(130, 50, "bfloat16").view(2, 65, 50)
-    with torch.no_grad(), native_linears(layer, least=1):
+    with torch.no_grad(), small_linears(layer):
         got = layer(input_BTX)
     assert asked == [64, 64, 2], "torch would take minutes for a prompt"
-    with torch.no_grad(), native_linears(layer, least=1):
+    with torch.no_grad(), small_linears(layer):
         alone = torch.stack([layer(row_TX[place : place + 1])[0] for row_TX in input_BTX for place in range(65)])
     assert got.shape == (2, 65, 40) and torch.equal(got.flatten(0, 1), alone)
 
@@ -132,7 +139,7 @@ def test_a_model_is_checked_by_the_products_that_run_it(asked):
 def test_threads_that_share_a_layer():
     """Who leaves first leaves the layer to the other."""
     layer = layer_of(40, 50, "float32")
-    linears, others = native_linears(layer, least=1), native_linears(nn.Sequential(layer), least=1)
+    linears, others = small_linears(layer), small_linears(nn.Sequential(layer))
     entered, leave = threading.Event(), threading.Event()
 
     def second():
@@ -153,7 +160,7 @@ def test_threads_that_share_a_layer():
 @compiled
 def test_what_the_owner_does_is_followed():
     layer, input_RX = layer_of(40, 50, "float32"), inputs(3, 50, "float32")
-    linears = native_linears(layer, least=1)
+    linears = small_linears(layer)
 
     def check():
         with torch.no_grad(), linears:
@@ -224,14 +231,14 @@ def test_texts_of_drafted_decoding():
 @compiled
 def test_which_models_take_part():
     tiny = FAMILIES.get("qwen3").build()
-    assert native_linears(tiny) is None, "too small"
-    assert native_linears(tiny.half(), least=1) is None
+    assert fast_linears(tiny) is None, "too small"
+    assert small_linears(tiny.half()) is None
     large = FAMILIES.get("qwen3").build(hidden_size=512, intermediate_size=1024)
     assert HFModel(large).linears is not None and HFModel(large, native=False).linears is None
     assert HFModel(FAMILIES.get("llama").build(hidden_size=512)).linears is None, "it is compiled as a whole"
     block = nn.Sequential(nn.Linear(512, 512))
     block.compile()
-    assert native_linears(block) is None, "it would be compiled again at every pass"
+    assert fast_linears(block) is None, "it would be compiled again at every pass"
 
 
 def test_without_a_compiler(monkeypatch, tmp_path):
@@ -251,4 +258,4 @@ def test_without_a_compiler(monkeypatch, tmp_path):
 
 def test_switched_off(monkeypatch):
     monkeypatch.setenv(build.SWITCH, "0")
-    assert native_linears(nn.Linear(512, 512)) is None
+    assert fast_linears(nn.Linear(512, 512)) is None

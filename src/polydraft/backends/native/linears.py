@@ -40,8 +40,8 @@ _HERE = _Here()
 class _Forward:
     """Replaces one layer's `forward`."""
 
-    def __init__(self, library: Any, layer: nn.Linear) -> None:
-        self._library, self._layer = library, layer
+    def __init__(self, layer: nn.Linear) -> None:
+        self._layer = layer
         self._addresses = (0, 0)
         self._product: NativeProduct | None = None
 
@@ -53,7 +53,7 @@ class _Forward:
             addresses = weight_FX.data_ptr(), 0 if bias_F is None else bias_F.data_ptr()
             if addresses != self._addresses:  # a weight that has moved may have another dtype as well
                 self._addresses = addresses
-                self._product = NativeProduct(self._library, Weight(weight_FX, bias_F)) if _fits(self._layer) else None
+                self._product = NativeProduct(Weight(weight_FX, bias_F)) if _fits(self._layer) else None
             if self._product is not None:
                 rows_RX = input.reshape(-1, input.shape[-1])
                 parts = [self._product(rows_RX[first : first + MOST_ROWS]) for first in range(0, len(rows_RX), MOST_ROWS)]
@@ -84,8 +84,8 @@ _PLACES = ReplacedForwards()
 class NativeLinears(AbstractContextManager[None]):
     """A context in which some layers multiply by compiled code in this thread; made by `native_linears`."""
 
-    def __init__(self, library: Any, layers: list[nn.Linear]) -> None:
-        self._forwards = [(layer, _Forward(library, layer)) for layer in layers]
+    def __init__(self, layers: list[nn.Linear]) -> None:
+        self._forwards = [(layer, _Forward(layer)) for layer in layers]
 
     def __enter__(self) -> None:
         _PLACES.enter(self._forwards)
@@ -96,29 +96,15 @@ class NativeLinears(AbstractContextManager[None]):
         _PLACES.leave()
 
 
-def native_linears(model: Any, least: int = LEAST_WEIGHTS) -> NativeLinears | None:
-    """Return a context that runs a model's linear layers by compiled code; None if that is impossible or gains nothing.
-
-    Parameters
-    ----------
-    model : torch.nn.Module
-        Unchanged until the context is entered.
-    least : int
-        Fewest numbers of a weight.
-    """
-    layers = _layers(model, least)
-    library = kernels() if layers else None
-    return None if library is None else NativeLinears(library, layers)
-
-
-def _layers(model: Any, least: int) -> list[nn.Linear]:
+def _layers(model: Any) -> list[nn.Linear]:
     modules = list(model.modules())
     # torch.compile would notice the changed layer and compile again at every pass.
     if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         return []
-    return [part for part in modules if type(part) is nn.Linear and part.weight.numel() >= least and _fits(part)]
+    return [part for part in modules if type(part) is nn.Linear and part.weight.numel() >= LEAST_WEIGHTS and _fits(part)]
 
 
-implements(fast_linears, "native", supports=lambda model: bool(_layers(model, LEAST_WEIGHTS)) and kernels() is not None)(
-    native_linears
-)
+@implements(fast_linears, "native", supports=lambda model: bool(_layers(model)) and kernels() is not None)
+def native_linears(model: Any) -> NativeLinears:
+    """Return a context that runs a model's large linear layers by compiled code."""
+    return NativeLinears(_layers(model))

@@ -1,7 +1,5 @@
 """Repeated products with the same weight."""
 
-import ctypes
-
 import torch
 from torch import Tensor, nn
 
@@ -19,8 +17,8 @@ class NativeProduct:
     In-place changes of the weight take effect, and its data may move.
     """
 
-    def __init__(self, library: ctypes.CDLL, weight: Weight) -> None:
-        self._library, self._weight = library, weight
+    def __init__(self, weight: Weight) -> None:
+        self._library, self._weight = library(), weight
         self._address, self._matrix = 0, weight.matrix()
 
     def __call__(self, input_XF: Tensor) -> Tensor:
@@ -49,7 +47,7 @@ def _supports(layer: Layer, int8: bool = False) -> bool:
 @implements(fast_product, "native", supports=_supports)
 def native_product(layer: Layer, int8: bool = False) -> NativeProduct:
     """Return products with a layer or a weight by compiled code."""
-    return NativeProduct(library(), weight_of(layer, int8))
+    return NativeProduct(weight_of(layer, int8))
 
 
 def weight_of(layer: Layer, int8: bool = False) -> Weight:
