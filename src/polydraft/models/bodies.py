@@ -174,7 +174,7 @@ def is_altered(modules: Iterable[nn.Module]) -> bool:
 
 
 def is_product(layer: nn.Module, kind: type[nn.Module] = nn.Linear) -> bool:
-    """Whether a layer is a plain product of this kind: no hooks, no adapter, no special weight type."""
+    """Whether a layer is a plain product of this kind: no hooks, no adapter, no quantised weight (torchao's, say)."""
     plain = type(layer) is kind and not is_altered([layer])
     return plain and (kind is not nn.Linear or type(layer.weight) is nn.Parameter)
 
@@ -185,8 +185,7 @@ def lean_body(model: Any) -> LeanBody | None:
     plain = (
         is_llama_shaped(model)
         and model.config._attn_implementation == "sdpa"
-        # Other types are quantised weights (torchao's, say), which cannot be fused.
-        and all(type(part) is nn.Linear and type(part.weight) is nn.Parameter for part in linears(body))
+        and all(map(is_product, linears(body)))
         # Weights made in inference mode cannot become views without breaking the model for its owner.
         and not any(parameter.is_inference() for parameter in body.parameters())
         and not is_altered(body.modules())

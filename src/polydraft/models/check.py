@@ -71,11 +71,8 @@ def _check_twin(model: "HFModel") -> bool:
     # First come the checks of what would make every tree wrong, so that a refusal names the cause.
     texts = _texts(model, [_PAST_WINDOWS])
     _check_causal(model, texts, _plain(model, texts), _EXACT)
-    if model.recurrence is None:
-        _check_cached(model, texts[0])
-    else:
-        _check_alone(model, texts[0])
-        model.resumes = _resumes(model, texts[0])
+    _check_cached(model, texts[0])
+    model.resumes = model.recurrence is not None and _resumes(model, texts[0])
     _check(model, [min(_PAST_WINDOWS, limit - 3), WINDOW + 1, 3], _EXACT)
     _check(model, [limit - 2, 3], _EXACT)
     if model.max_positions is None or not model.steady_positions:
@@ -149,25 +146,21 @@ def _check_causal(model: "HFModel", paths: list[list[int]], expected_BTV: Tensor
 
 
 def _check_cached(model: "HFModel", text: list[int]) -> None:
-    """Refuse a model whose own passes differ with and without a cache: `generate` uses a cache, trees match passes without."""
+    """Refuse a model whose own passes differ with and without a cache: `generate` uses a cache, trees match passes without.
+
+    Recurrent layers are tried from the first token that they read alone, by another formula than a whole text.
+    """
+    alone = int(model.recurrence is not None)
     start = WINDOW - 2
     expected_TV = _plain(model, [text])[0, start - 1 :]
-    if _differ(expected_TV, _cached(model, [text], start)[0], _EXACT):
-        raise UsageError(
-            f"model type {model.config.model_type!r} gives different logits with and without a cache (past its window, say), "
-            f"so none of its texts can be called correct; docs/models.md lists what works"
-        )
-
-
-def _check_alone(model: "HFModel", text: list[int]) -> None:
-    """Refuse a recurrent model that reads single tokens by another formula than a whole text: `generate` does both."""
-    start = WINDOW - 2
-    expected_TV = _plain(model, [text])[0, start:]
-    if _differ(expected_TV, _cached(model, [text], start)[0, 1:], _SAME_FORMULA):
-        raise UsageError(
-            f"model type {model.config.model_type!r} has recurrent layers that read a token alone by another formula than in a "
-            "row, so none of its texts can be called correct; if its configuration has a time_step_min, set it to 1e-12"
-        )
+    if not _differ(expected_TV[alone:], _cached(model, [text], start)[0, alone:], _SAME_FORMULA if alone else _EXACT):
+        return
+    what, remedy = "gives different logits with and without a cache (past its window, say)", "docs/models.md lists what works"
+    if alone:
+        what = "has recurrent layers that read a token alone by another formula than in a row"
+        remedy = "if its configuration has a time_step_min, set it to 1e-12"
+    kind = model.config.model_type
+    raise UsageError(f"model type {kind!r} {what}, so none of its texts can be called correct; {remedy}")
 
 
 def _resumes(model: "HFModel", text: list[int]) -> bool:

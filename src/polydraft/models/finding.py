@@ -87,7 +87,7 @@ def head_place(name: str, target: str) -> tuple[Path, HeadKind | None]:
     shipped = checkpoint_folder(target)
     if shipped is None:
         raise UsageError(f"draft {name!r}: target {target!r} is not a checkpoint with safetensors; use another draft")
-    return shipped, HEAD_KINDS.get(MTP)
+    return shipped, HEAD_KINDS[MTP]
 
 
 def head_folder(name: str) -> Path:

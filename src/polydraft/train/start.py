@@ -22,7 +22,7 @@ from polydraft.models.translation import check_same_tokens
 from polydraft.train.settings import TrainSettings
 
 _MODELS = "a language model with the target's tokenizer, in a folder, a GGUF file or on a hub"
-_HEADS = ", ".join(kind.trains for kind in map(HEAD_KINDS.get, HEAD_KINDS) if kind.trains is not None)
+_HEADS = ", ".join(kind.trains for kind in HEAD_KINDS.values() if kind.trains is not None)
 
 
 def check_start(name: str, settings: TrainSettings) -> None:
@@ -34,7 +34,7 @@ def check_start(name: str, settings: TrainSettings) -> None:
         if kind is not None:
             raise UsageError(f"--start {name} is a feature head, which polydraft train head continues; allowed: {_MODELS}")
         _check_model(name)
-    if settings.size.given and kind is not HEAD_KINDS.get("polydraft"):  # one of our heads can be widened
+    if settings.size.given and kind is not HEAD_KINDS["polydraft"]:  # one of our heads can be widened
         raise UsageError(f"{settings.size.given[0]} does not go with --start {name}, which has its own sizes; leave it out")
 
 

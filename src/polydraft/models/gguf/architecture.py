@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from polydraft.errors import FailureError, UsageError
+from polydraft.errors import FailureError, UsageError, first_line
 from polydraft.models.gguf.header import OUTPUT, GgufHeader, GgufTensor
 
 _MODEL_TYPES = {"qwen2moe": "qwen2_moe", "qwen3moe": "qwen3_moe", "gpt-oss": "gpt_oss", "minimax-m2": "minimax_m2"}
@@ -160,9 +160,8 @@ def _on_meta(source: Path, config: Any) -> Any:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config)
     except (ValueError, TypeError, KeyError, ZeroDivisionError, RuntimeError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"transformers cannot build the model in {source.name} ({reason}); use the model in its own format"
+            f"transformers cannot build the model in {source.name} ({first_line(error)}); use the model in its own format"
         ) from None
 
 

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from polydraft.errors import FailureError, UsageError
+from polydraft.errors import FailureError, UsageError, first_line
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
@@ -98,8 +98,7 @@ def read_header(source: Path) -> GgufHeader:
             except EOFError:
                 raise FailureError(f"{source} is cut short, its header is incomplete; download it again") from None
             except (ValueError, KeyError, OverflowError, MemoryError, RecursionError) as error:
-                reason = str(error) or type(error).__name__
-                raise FailureError(f"{source} is damaged or of a newer kind ({reason}); download it again") from None
+                raise FailureError(f"{source} is damaged or of a newer kind ({first_line(error)}); download it again") from None
     if size < header.num_bytes:
         missing = header.num_bytes - size
         raise FailureError(

@@ -14,7 +14,6 @@ from polydraft.models.heads.head_folder import Target, check_head, is_head, load
 from polydraft.models.heads.mtp_folder import NAME, check_mtp, is_mtp, load_mtp
 from polydraft.models.heads.parallel_folder import DFLASH, PEAGLE
 from polydraft.models.hf import HFModel
-from polydraft.registry import Registry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,24 +32,21 @@ class HeadKind:
     """Its name in messages, if `polydraft train head` can continue from it."""
 
 
-HEAD_KINDS: Registry[HeadKind] = Registry("kind of head")
-"""The first kind that recognises a folder is used, so their order matters."""
-
-
 def _foreign(form: Format, trains: str | None = None) -> HeadKind:
     return HeadKind(recognise=form.recognise, check=form.check, load=form.load, trains=trains)
 
 
-HEAD_KINDS.register("polydraft")(
-    HeadKind(recognise=is_head, check=check_head, load=load_head, trains="a head of polydraft train head")
-)
-HEAD_KINDS.register(NAME)(HeadKind(recognise=is_mtp, check=check_mtp, load=load_mtp))
-HEAD_KINDS.register("peagle")(_foreign(PEAGLE))
-HEAD_KINDS.register("dflash")(_foreign(DFLASH))
-HEAD_KINDS.register("assistant")(HeadKind(recognise=is_assistant, check=check_assistant, load=load_assistant))
-HEAD_KINDS.register("eagle")(_foreign(EAGLE))
-# Last, because it also recognises unknown kinds in speculators' format, to refuse them.
-HEAD_KINDS.register("eagle3")(_foreign(EAGLE3, trains="an EAGLE-3 head"))
+HEAD_KINDS = {
+    "polydraft": HeadKind(recognise=is_head, check=check_head, load=load_head, trains="a head of polydraft train head"),
+    NAME: HeadKind(recognise=is_mtp, check=check_mtp, load=load_mtp),
+    "peagle": _foreign(PEAGLE),
+    "dflash": _foreign(DFLASH),
+    "assistant": HeadKind(recognise=is_assistant, check=check_assistant, load=load_assistant),
+    "eagle": _foreign(EAGLE),
+    # Last, because it also recognises unknown kinds in speculators' format, to refuse them.
+    "eagle3": _foreign(EAGLE3, trains="an EAGLE-3 head"),
+}
+"""The first kind that recognises a folder is used, so their order matters."""
 
 
 def kind_of(folder: Path) -> HeadKind | None:
@@ -61,4 +57,4 @@ def kind_of(folder: Path) -> HeadKind | None:
         return None
     if not isinstance(config, dict):
         return None
-    return next((kind for kind in map(HEAD_KINDS.get, HEAD_KINDS) if kind.recognise(config)), None)
+    return next((kind for kind in HEAD_KINDS.values() if kind.recognise(config)), None)
