@@ -107,7 +107,8 @@ def convert(source: Path, folder: Path, dtype: torch.dtype, shard_bytes: int = S
         if is_complete(folder):
             return
         _remove_partial(folder)
-        left = [shard for shard in conversion.shards if not _has(folder / shard.file, shard.num_bytes)]
+        there = {path.name: path.stat().st_size for path in folder.iterdir()}
+        left = [shard for shard in conversion.shards if there.get(shard.file) != shard.num_bytes]
         needed = sum(shard.num_bytes for shard in left)
         _check_space(source, folder, needed)
         done = conversion.num_bytes - needed
@@ -123,7 +124,7 @@ def convert(source: Path, folder: Path, dtype: torch.dtype, shard_bytes: int = S
                 write_index(folder, conversion.shards)
             _write_manifest(folder, source, dtype)
         except OSError as error:
-            _discard(folder)
+            shutil.rmtree(folder, ignore_errors=True)
             reason = f"could not convert {source.name} into {folder} ({error.strerror or error})"
             raise FailureError(f"{reason}; free some space, or {_REMEDY}") from None
 
@@ -142,7 +143,7 @@ def _check_space(source: Path, folder: Path, needed: int) -> None:
     """Refuse a conversion that would fill the disk."""
     free = shutil.disk_usage(folder).free
     if free < 1.02 * needed:
-        _discard(folder)
+        shutil.rmtree(folder, ignore_errors=True)
         raise FailureError(
             f"{source.name} needs {_gigabytes(needed)} ({needed} bytes) in {folder.parent}, where {_gigabytes(free)} are "
             f"free; set POLYDRAFT_CACHE to a folder with more space"
@@ -178,22 +179,11 @@ def _write_manifest(folder: Path, source: Path, dtype: torch.dtype) -> None:
         partial.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
 
 
-def _has(file: Path, size: int) -> bool:
-    with suppress(OSError):
-        return file.stat().st_size == size
-    return False
-
-
 def _remove_partial(folder: Path) -> None:
     """Remove the partial files of killed processes. The folder must be locked."""
     with suppress(OSError):
         for path in folder.glob(".*"):
             path.unlink(missing_ok=True)
-
-
-def _discard(folder: Path) -> None:
-    """Remove a folder."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _tidy(root: Path) -> None:
@@ -202,7 +192,7 @@ def _tidy(root: Path) -> None:
         for folder in [path for path in root.iterdir() if path.is_dir() and not (path / MANIFEST).exists()]:
             with locked(folder, None) as held:
                 if held and time.time() - folder.stat().st_mtime > _KEPT_SECONDS:
-                    _discard(folder)
+                    shutil.rmtree(folder, ignore_errors=True)
                 elif held:
                     _remove_partial(folder)
 

@@ -86,10 +86,9 @@ def planned(slots: Iterable[Slot], most: int) -> list[Shard]:
         if not parts or size + sum(slot.num_bytes for slot in group) > most:
             parts.append([])
         parts[-1] += sorted(group, key=_rank)
-    return [
-        Shard(f"model-{number:05}-of-{len(parts):05}.safetensors", tuple(sorted(part, key=_last)))
-        for number, part in enumerate(parts, 1)
-    ]
+    # Bytes come last: their number may be odd, so that tensors after them could not be mapped.
+    files = [tuple(sorted(part, key=lambda slot: slot.dtype == torch.uint8)) for part in parts]
+    return [Shard(f"model-{number:05}-of-{len(files):05}.safetensors", slots) for number, slots in enumerate(files, 1)]
 
 
 def _rank(slot: Slot) -> int:
@@ -97,11 +96,6 @@ def _rank(slot: Slot) -> int:
     if len(slot.shape) > 1:
         return 0
     return 2 if slot.name.endswith(".bias") else 3 if slot.name.endswith(".weight") else 1
-
-
-def _last(slot: Slot) -> bool:
-    """Whether a tensor must come last because its size may be odd, so that tensors after it could not be mapped."""
-    return slot.dtype == torch.uint8
 
 
 def write_index(folder: Path, shards: Sequence[Shard]) -> None:
