@@ -17,7 +17,7 @@ import inspect
 import re
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, wraps
 from itertools import pairwise
@@ -25,7 +25,7 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, Concatenate, ParamSpec, TypeVar, get_args
 
-from polydraft.errors import UsageError
+from polydraft.errors import UsageError, unknown_name
 
 Given = ParamSpec("Given")
 Options = TypeVar("Options")
@@ -125,6 +125,7 @@ def described_by(kind: Callable[Given, Options]) -> Callable[[Callable[[Options]
     def decorate(function: Callable[[Options], Result]) -> Callable[Given, Result]:
         @wraps(function)
         def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            _check_names(kind, kwargs)
             return function(kind(*args, **kwargs))
 
         parameters = _parameters(kind)
@@ -145,6 +146,7 @@ def made_from(
     def decorate(function: Callable[[Self, Options], None]) -> Callable[Concatenate[Self, Given], None]:
         @wraps(function)
         def call(self: Self, /, *args: Given.args, **kwargs: Given.kwargs) -> None:
+            _check_names(kind, kwargs)
             function(self, kind(*args, **kwargs))
 
         return call
@@ -161,6 +163,14 @@ def documented(kind: type[Any]) -> Callable[[Class], Class]:
         return made
 
     return decorate
+
+
+def _check_names(kind: Any, given: Iterable[str]) -> None:
+    """Refuse options that the dataclass does not have, as Python would, but say which there are."""
+    names = {option.name for option in options_in(kind)}
+    for name in given:
+        if name not in names:
+            raise TypeError(str(unknown_name("option", name, names)))
 
 
 def _parameters(kind: Any) -> list[inspect.Parameter]:

@@ -90,8 +90,12 @@ def operation(reference: Callable[P, R]) -> Operation[P, R]:
 def implements(
     operation: Operation[P, R], backend: str, *, supports: Callable[P, bool]
 ) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate a faster form of an operation. It must give the same results for all arguments that it `supports`."""
-    assert backend in BACKENDS, backend
+    """Decorate a faster form of an operation. It must give the same results for all arguments that it `supports`.
+
+    Of several forms that support the arguments, the one that was registered first in the first backend runs.
+    """
+    if backend not in BACKENDS:
+        raise unknown_name("backend", backend, BACKENDS)
 
     def register(run: Callable[P, R]) -> Callable[P, R]:
         operation.forms.append(Form(backend, supports, run))

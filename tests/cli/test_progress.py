@@ -113,3 +113,28 @@ def test_train_head_says_what_it_estimates_and_then_how_far_it_is(invoke, tiny: 
     assert lines[estimated + 1] == "sampling 0/512", "before the first text is written"
     trained = [line for line in lines if line.startswith("training ")]  # a busy machine has more to say
     assert trained[0].startswith("training 0/2") and trained[-1].startswith("training 2/2")
+
+
+def test_an_interrupted_training_says_what_it_keeps_and_how_to_go_on(invoke, tiny: str, tmp_path: Path, monkeypatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    out = tmp_path / "out"
+    sizes = ("--length", "32", "--tokens", "512", "--steps", "2", "--batch-size", "2", "--mlp", "16", "--sampling-rows", "4")
+    command = ("train", "head", "--target", tiny, "--out", str(out), *sizes)
+    with monkeypatch.context() as patch:
+        patch.setattr("polydraft.train.training.make_pupil", interrupted)
+        code, _, err = invoke(*command, "--resume")
+    assert code == 130 and f"{out} holds no training yet: this one starts from the beginning\n" in err
+    assert f"{out} keeps what was done: give the same command with --resume to continue\n" in err and "this will take" in err
+    code, _, err = invoke("generate", "Hi", "--target", tiny, "--draft", str(out))
+    assert code == 2 and "its training has not ended" in err
+    code, _, err = invoke(*command, "--resume")
+    assert code == 0 and "sampling" not in err, "the text that was written is kept"
+
+
+def test_a_training_does_not_write_into_a_models_folder(invoke, tiny: str) -> None:
+    for more in ((), ("--resume",)):
+        code, _, err = invoke("train", "head", "--target", tiny, "--out", tiny, *more)
+        assert code == 2 and err.endswith(f"{tiny} is not empty; choose another --out\n")
+    assert not (Path(tiny) / "training").exists()

@@ -69,8 +69,12 @@ def _check_drawing(distribution_RV: Tensor, children_RJ: Tensor) -> None:
     total_R = distribution_RV.sum(-1)
     if not (distribution_RV >= 0).all():
         raise ImproperDrawingError("child_distribution is negative or not a number")
-    if not ((total_R == 0) | ((total_R - 1).abs() < TOLERANCE)).all():
-        raise ImproperDrawingError("child_distribution is neither a distribution nor zero")
+    if not (proper_R := (total_R == 0) | ((total_R - 1).abs() < TOLERANCE)).all():
+        worst = float(total_R[~proper_R][0])
+        raise ImproperDrawingError(
+            f"child_distribution sums to {worst:.10g}, neither 1 within {TOLERANCE:g} nor 0: return float64, and divide by the "
+            "sum (polydraft.verify.weights.normalised does both)"
+        )
     if total_R[(children_RJ == NO_TOKEN).any(-1)].any():
         raise ImproperDrawingError("a child follows a missing one")
 

@@ -52,7 +52,7 @@ def compare(task: "Task", decoder: Decoder, console: Any) -> None:
         other = task.run(restless)
         rows.append((arm_name(restless), other.stats))
         drafted.append(other.stats)
-    console.print(comparison_table(rows))
+    console.print(comparison_table(rows, baseline.stats))
     for stats in drafted:
         console.print(break_even_line(baseline.stats, stats))
     if not decoder.lossless:
@@ -156,13 +156,12 @@ def arm_name(decoder: Decoder) -> str:
     return f"{draft_name(decoder)}, tree {tree_name(decoder)}"
 
 
-def comparison_table(rows: Sequence[tuple[str, Stats]]) -> Table:
-    """Return a table that compares runs; the first row is the baseline."""
+def comparison_table(rows: Sequence[tuple[str, Stats]], baseline: Stats) -> Table:
+    """Return a table that compares runs with one of them, the baseline."""
     headings = ("tokens", "tokens/s", "speed-up", "tokens/pass", "accepted")
     table = figures_table("decoding", headings, "same prompt, same run; a pass is one forward of the target")
-    baseline = rows[0][1].tokens_per_second
     for name, stats in rows:
-        speed_up = stats.tokens_per_second / baseline if baseline else 0.0
+        speed_up = stats.tokens_per_second / baseline.tokens_per_second if baseline.tokens_per_second else 0.0
         acceptance = f"{stats.acceptance_rate:.2f}" if stats.offers_by_depth else "-"
         table.add_row(
             name,

@@ -317,7 +317,8 @@ def _generate_beams(task: Task, beams: BeamChoices) -> None:
     draft = result.settings["draft"]
     width = result.settings["draft_width"] or options.width_of_drafts
     name = f"{options.beams} beams again" if draft is None else f"{draft}, {width} draft beams"
-    console.print(comparison_table([(f"{options.beams} beams, no draft", baseline.stats), (name, result.stats)]))
+    rows = [(f"{options.beams} beams, no draft", baseline.stats), (name, result.stats)]
+    console.print(comparison_table(rows, baseline.stats))
     console.print(break_even_line(baseline.stats, result.stats))
     if [one.token_ids for one in baseline.texts] == [one.token_ids for one in result.texts]:
         console.print("the texts are identical, token by token")

@@ -174,12 +174,12 @@ def _lines(facts: dict[str, Any], width: int) -> Iterator[str]:
 
     scheme = "" if facts["quantised by"] is None else f", quantised by {facts['quantised by']}"
     context = "" if facts["context"] is None else f", context of {facts['context']:,}"
-    size = f"{facts['layers']} layers, {facts['weights'] / 1e9:.2f}B weights{scheme}"
+    size = f"{facts['layers']} layers, {_count(facts['weights'])} weights{scheme}"
     yield facts["target"]
     yield row("model", f"{facts['type']}, {size}, {facts['vocabulary']:,} tokens{context}")
     disk = "; it is converted once, to as much disk" if facts["converted"] is False else ""
     yield row("here", f"{facts['dtype']} on {facts['device']}: {_memory(facts)}{disk}")
-    others = [f"{size / 1e9:.1f} GB in {name}" for name, size in facts["bytes"].items() if name != facts["dtype"]]
+    others = [f"{_size(size)} in {name}" for name, size in facts["bytes"].items() if name != facts["dtype"]]
     if others:
         yield row("--dtype", f"would take {', '.join(others)}")
     if "refused" in facts:
@@ -203,10 +203,18 @@ def _lines(facts: dict[str, Any], width: int) -> Iterator[str]:
             yield row(name, f"takes {way['takes']}. Speed-up: {way['gives']}", 23)
 
 
+def _count(number: int) -> str:
+    return f"{number / 1e9:.2f}B" if number >= 1e8 else f"{number / 1e6:.1f}M"
+
+
+def _size(number: int) -> str:
+    return f"{number / 1e9:.1f} GB" if number >= 1e8 else f"{number / 1e6:.1f} MB"
+
+
 def _memory(facts: dict[str, Any]) -> str:
     """Return how much memory a model takes, and how much is free."""
     needed, free = facts["bytes"].get(facts["dtype"]), facts["free bytes"]
-    size = "an unknown amount" if needed is None else f"{needed / 1e9:.1f} GB"
+    size = "an unknown amount" if needed is None else _size(needed)
     if free is None:
         return f"takes {size} of memory"
     if facts["fits"] is False:

@@ -64,30 +64,38 @@ def _train(size: DraftSize | HeadSize, options: dict[str, Any]) -> None:
 
     from polydraft.models.loading import load_model
     from polydraft.train.forecast import forecast_of, needs_of
-    from polydraft.train.training import check_out, train
+    from polydraft.train.training import begun, check_out, train, what_is_kept
 
     check_out(out, resume=resume)
+    if resume and not begun(out):
+        resume = False
+        click.echo(f"{out} holds no training yet: this one starts from the beginning", err=True)
     target = load_model(settings.target, device, dtype, invariant=False)  # large batches need the fastest kernels
     words = " ".join(["polydraft", *sys.argv[1:]])
-    begun: Acceptance | None = None
+    first: Acceptance | None = None
     acceptance: tuple[Acceptance, ...] = ()
     with PhaseProgress() as progress:
         needs = None if resume else needs_of(settings, target, partial(progress, "estimating"))
 
         def observer(report: "Report") -> None:
-            nonlocal acceptance, begun, needs
+            nonlocal acceptance, first, needs
             if needs is not None:
                 click.echo(f"this will take {needs}", err=True)
                 needs = None
             acceptance = report.acceptance or acceptance
             if report.phase == "training" and report.done == 0:
-                begun = report.acceptance[0]
+                first = report.acceptance[0]
             progress(report.phase, report.done, report.total, _note(report))
 
-        folder = train(settings, target, out, resume=resume, command=words, observer=observer)
+        try:
+            folder = train(settings, target, out, resume=resume, command=words, observer=observer)
+        except BaseException as error:
+            if not isinstance(error, Exception):  # Ctrl-C or SIGTERM
+                click.echo(what_is_kept(out), err=True)
+            raise
     click.echo(f"draft written to {folder}")
-    if settings.start is not None and begun is not None:
-        click.echo(f"held out, before and after: {begun}; {acceptance[0]}")
+    if settings.start is not None and first is not None:
+        click.echo(f"held out, before and after: {first}; {acceptance[0]}")
     click.echo(forecast_of(str(folder), target, acceptance, size.tree if isinstance(size, HeadSize) else HeadSize().tree))
     click.echo(f'use it with: polydraft generate "Why is the sky blue?" --target {settings.target} --draft {folder}')
 

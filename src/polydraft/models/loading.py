@@ -280,7 +280,8 @@ def missing_part(folder: str) -> str | None:
     """Return which file a model's folder lacks; None if it is complete."""
     names = os.listdir(folder)
     if "config.json" not in names:
-        return "its folder has no config.json"
+        hint = " (its training has not ended: continue it with polydraft train and --resume)" if "training" in names else ""
+        return f"its folder has no config.json{hint}"
     if lost := [shard for shard in _shards(folder) if shard not in names]:
         return f"its folder has no {lost[0]}, which holds part of its weights"
     if not any(name.endswith((".safetensors", ".bin")) for name in names):

@@ -66,7 +66,7 @@ class TrainSettings:
 
     size: DraftSize | HeadSize
     target: str = "smollm2"
-    """Model to draft for: smollm2 (bundled), a folder, or a hub name."""
+    """Model to draft for: smollm2 (bundled), a folder, a GGUF file, or a hub name."""
     start: str | None = None
     """Fine-tune this draft instead of training a new one: a folder, a GGUF file or a hub name, of the same kind."""
     vocabulary: int = 24_576
@@ -176,7 +176,7 @@ class CorpusCacheSettings:
     """Text and size of a corpus cache."""
 
     tokenizer: str = "smollm2"
-    """Tokenizer of the target: smollm2 (bundled), a folder, or a hub name."""
+    """Tokenizer of the target: smollm2 (bundled), a folder, a GGUF file, or a hub name."""
     texts: tuple[Path, ...] = ()
     """UTF-8 text file, plain or gzipped, of any size; may be given several times or followed by more files."""
     generate: int = 0

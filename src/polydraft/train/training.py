@@ -36,7 +36,7 @@ _LAST_PHASE = 0.6
 _TEST_POSITIONS, _TEST_TEXTS = 2048, 16
 _FREE = {"steps", "save_every", "evaluate_every", "sampling_rows"}
 """Settings that may change when a run is resumed."""
-_CHECKPOINT = "checkpoint.safetensors"
+_WORK, _SETTINGS, _CORPUS, _CHECKPOINT = "training", "settings.json", "corpus.safetensors", "checkpoint.safetensors"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
     """
     start = load_start(settings, target)
     work = _open_folder(settings, out, resume)
-    if (texts := work / "corpus.safetensors").exists():
+    if (texts := work / _CORPUS).exists():
         corpus = Corpus.load(texts)
     else:
         corpus = make_corpus(settings, target, lambda done, total: observer(Report(phase="sampling", done=done, total=total)))
@@ -82,20 +82,35 @@ def train(settings: TrainSettings, target: Loaded, out: Path, *, resume: bool, c
     return out
 
 
+def begun(out: Path) -> bool:
+    """Whether a folder holds a training that can be resumed."""
+    return (out / _WORK / _SETTINGS).exists()
+
+
 def check_out(out: Path, *, resume: bool) -> None:
-    """Refuse a folder that cannot be written to or, without `resume`, is not empty."""
-    if resume:
+    """Refuse a folder that cannot be written to, or is not empty, unless it holds a training that is to be resumed."""
+    if not begun(out):
+        check_empty(out)
+    elif resume:
         check_folder(out, resume=True)
     else:
         check_empty(out, remedy="pass --resume to continue training, or choose another --out")
 
 
+def what_is_kept(out: Path) -> str:
+    """Say what a training that was interrupted has kept, and how to continue."""
+    if not begun(out):
+        return "nothing was kept: the training had not begun"
+    text = "" if (out / _WORK / _CORPUS).exists() else ", but not the text written so far"
+    return f"{out} keeps what was done{text}: give the same command with --resume to continue"
+
+
 def _open_folder(settings: TrainSettings, out: Path, resume: bool) -> Path:
-    work = out / "training"
+    work = out / _WORK
     try:
         check_out(out, resume=resume)
         work.mkdir(parents=True, exist_ok=True)
-        keep_settings(work / "settings.json", settings.as_dict(), out, resume=resume, free=_FREE)
+        keep_settings(work / _SETTINGS, settings.as_dict(), out, resume=resume, free=_FREE)
     except OSError as error:
         raise cannot_write(out, error) from None
     return work
