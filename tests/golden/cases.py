@@ -1,7 +1,7 @@
 """What the code did at one time, for fixed seeds: texts, rounds and acceptance that a rebuilt engine must give again.
 
-`python -m tests.golden.cases` writes the file anew. Do so only for a change that is meant, and say in the commit which cases
-it touches and why.
+`PYTHONPATH=tests python -m tests.golden.cases` writes the file anew. Do so only for a change that is meant, and say in the
+commit which cases it touches and why.
 """
 
 import json

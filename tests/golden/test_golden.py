@@ -11,7 +11,7 @@ EXPECTED: dict[str, dict[str, Any]] = json.loads(FILE.read_text())
 
 
 def test_every_case_is_there() -> None:
-    assert EXPECTED.keys() == CASES.keys(), "write the file anew: python -m tests.golden.cases"
+    assert EXPECTED.keys() == CASES.keys(), "write the file anew: PYTHONPATH=tests python -m tests.golden.cases"
 
 
 @pytest.mark.slow
