@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from safetensors import SafetensorError
 
+from polydraft.train.training import make_pupil
+
 SIZES = ["--tokens", "400", "--length", "40", "--steps", "2", "--batch-size", "2", "--device", "cpu"]
 HEAD, DRAFT = ["head", "--taps", "none", *SIZES], ["draft", "--layers", "1", "--width", "32", *SIZES]
 DECISION = [
@@ -83,17 +85,32 @@ def test_a_folder_with_something_in_it_is_refused_before_a_model_is_loaded(
     monkeypatch.setattr("polydraft.models.loading.load_model", lambda *_, **__: pytest.fail("a model was loaded"))
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "mine").write_text("mine")
-    code, printed, err = invoke(*commands[name], "--out", str(tmp_path / "out"))
-    assert (code, printed) == (2, "") and err.count("\n") == 1 and "choose another --out" in err
-    assert f"{tmp_path / 'out'} is not empty" in err and ("pass --resume" in err) == (name != "decision")
+    for more in ([], ["--resume"]) if name != "decision" else ([],):
+        code, printed, err = invoke(*commands[name], *more, "--out", str(tmp_path / "out"))
+        assert (code, printed) == (2, "") and err.count("\n") == 1
+        assert f"{tmp_path / 'out'} is not empty; choose another --out" in err
+    if name != "decision":
+        (tmp_path / "out" / "training").mkdir()
+        (tmp_path / "out" / "training" / "settings.json").write_text("{}")
+        code, printed, err = invoke(*commands[name], "--out", str(tmp_path / "out"))
+        assert (code, printed) == (2, "") and err.count("\n") == 1
+        assert "is not empty; pass --resume to continue training, or choose another --out" in err
 
 
 @pytest.mark.parametrize("name", ["head", pytest.param("draft", marks=pytest.mark.slow)])
-def test_a_draft_that_cannot_be_put_in_its_place_is_no_traceback(invoke, commands, tmp_path: Path, name: str) -> None:
+def test_a_draft_that_cannot_be_put_in_its_place_is_no_traceback(
+    invoke, commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     """What was trained is kept: with the obstacle out of the way the same command goes on to the end."""
     out = tmp_path / "out"
-    (out / "model.safetensors").mkdir(parents=True)
-    code, printed, err = invoke(*commands[name], "--resume", "--out", str(out))
+
+    def blocked(*given):
+        (out / "model.safetensors").mkdir()
+        return make_pupil(*given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("polydraft.train.training.make_pupil", blocked)
+        code, printed, err = invoke(*commands[name], "--out", str(out))
     last = err.strip().splitlines()[-1]
     assert (code, printed) == (1, "") and last.startswith(f"polydraft: error: cannot write the draft to {out} (")
     assert "run again with --resume" in last and not list((out / "model.safetensors").iterdir())
