@@ -37,7 +37,7 @@ _SPARE = 0.7
 def leaves_drafting_open(options: LoadOptions) -> bool:
     """Whether no option says how to draft, whichever draft it is."""
     given = (options.lossy, options.decision, options.draft_temperature, options.device_map)
-    return options.tree == options.scheme == options.walk == options.drafter == AUTO and all(one is None for one in given)
+    return options.tree == options.tree_scheme == options.walk == options.drafter == AUTO and all(one is None for one in given)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -90,7 +90,7 @@ class SpeculateOptions(TreeOptions):
         tree = self.tree
         if tree == AUTO:
             dtype = dtype_name(getattr(draft, "dtype", torch.float32))
-            asked = asked_for(self.scheme, self.walk, drafter="model")  # one tree for all temperatures
+            asked = asked_for(self.tree_scheme, self.walk, drafter="model")  # one tree for all temperatures
             tree = default_tree(gpu=not is_host(draft.device), dtype=dtype, asked=asked)
         return replace(self, tree=tree).shape
 
@@ -135,7 +135,7 @@ class Speculate:
         parts = Parts(
             draft=self._draft,
             topology=topology,
-            scheme=options.scheme,
+            scheme=options.tree_scheme,
             draft_temperature=options.draft_temperature,
             grams=options.grams or GramTreeOptions(),
             dynamic=dynamic,
@@ -149,7 +149,7 @@ class Speculate:
         options, target = self._options, loaded.model
         if name == AUTO:
             name = NONE if options.ngrams is not None else default_draft(target.name)
-            all_open = options.tree == options.scheme == options.walk == AUTO and options.draft_temperature is None
+            all_open = options.tree == options.tree_scheme == options.walk == AUTO and options.draft_temperature is None
             if name == NONE and options.ngrams is None and all_open:
                 self._draft, self._drafter = None, default_decoder(loaded, None, target.name).drafter
                 return
@@ -182,7 +182,8 @@ class Speculate:
         ends = [token for one in eos_criteria for token in one.eos_token_id.flatten().tolist()]
         # Without end-of-text tokens, `generate` extends all rows of a batch until the last one has ended.
         stops_after = _stop_strings(stopping_criteria, target.device) if ends or len(prompts) == 1 else None
-        decoder, sequences = Decoder(target, self._drafter, eos_token_ids=ends), []
+        coupled = self._options.couples(on_host=is_host(target.device))
+        decoder, sequences = Decoder(target, self._drafter, eos_token_ids=ends, coupled=coupled), []
         for row, prompt in enumerate(prompts):
             # Other processors may depend on padding and row numbers, so each row has its own.
             bound = [_RowProcessor(other, paddings[row], row, len(prompts)) for other in others] if apart else others

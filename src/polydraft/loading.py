@@ -127,7 +127,7 @@ def make_decoder(options: LoadOptions, loaded: Loaded, draft: LanguageModel | He
     parts = Parts(
         draft=draft,
         topology=topology,
-        scheme=options.scheme,
+        scheme=options.tree_scheme,
         draft_temperature=options.draft_temperature,
         grams=grams.for_tokenizer(loaded.tokenizer),
         dynamic=dynamic,
@@ -143,6 +143,7 @@ def make_decoder(options: LoadOptions, loaded: Loaded, draft: LanguageModel | He
         eos_token_ids=loaded.eos_token_ids,
         defaults=loaded.defaults if options.generation_config else None,
         walk=options.walk,
+        coupled=options.lossy is None and options.couples(on_host=is_host(loaded.model.device)),
         lossless=options.lossless and options.lossy is None,
         graphs=options.graphs,
     )
@@ -181,7 +182,7 @@ def _resolved(options: LoadOptions, place: torch.device, number_format: torch.dt
         tree = default_tree(
             gpu=not is_host(place),
             dtype=dtype_name(number_format),
-            asked=asked_for(options.scheme, options.walk, options.drafter, options.lossy),
+            asked=asked_for(options.tree_scheme, options.walk, options.drafter, options.lossy),
             target=options.target,
             shared=options.device_map == TENSOR_PARALLEL,
             copy=draft == INT8,

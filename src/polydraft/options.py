@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from polydraft.trees import DynamicShape, Topology
 
 AUTO = "auto"
+COUPLED = "coupled"
+"""The scheme in which a seed decides the text (docs/decisions/066-a-seed-decides-the-text.md)."""
+_OF_ANY_TREE = (AUTO, COUPLED)
+"""Schemes that are none of `SCHEMES`, and leave all choices of a tree open."""
 FLAT_BLOCKS, SELF_DRAFT = "flat-blocks", "self-draft"
 BY_LOAD = "load:"
 """Prefix of a tree: use that tree, or smaller ones when many rows share a round."""
@@ -79,7 +83,8 @@ class TreeOptions:
     scheme: str = AUTO
     """How candidates are drawn and verified; 'polydraft info' lists the schemes.
 
-    Every scheme is exact; they differ in speed."""
+    Every scheme is exact; they differ in speed. With ``"coupled"``, the default on a CPU, a seed gives the same text with any
+    draft and tree, and without."""
     walk: str = AUTO
     """Order in which a tree is verified: node, block or auto.
 
@@ -96,10 +101,10 @@ class TreeOptions:
         from polydraft.trees import DynamicShape
         from polydraft.verify import SCHEMES, check_walk
 
-        if self.scheme != AUTO:
-            SCHEMES.get(self.scheme)
+        if self.scheme.partition(":")[0] not in (*_OF_ANY_TREE, *SCHEMES):
+            raise unknown_name("scheme", self.scheme, [*_OF_ANY_TREE, *SCHEMES])
         shapes = () if self.tree == AUTO else (*self.shape, self.greedy)
-        if self.scheme != AUTO and any(isinstance(shape, DynamicShape) for shape in shapes):
+        if self.tree_scheme != AUTO and any(isinstance(shape, DynamicShape) for shape in shapes):
             raise UsageError(
                 f"scheme {self.scheme!r} does not work with tree {self.tree!r}: dynamic trees choose their own; leave it out"
             )
@@ -107,8 +112,19 @@ class TreeOptions:
             raise UsageError(
                 f"tree {self.tree!r} has a dynamic tree after the slash; allowed there: a static one, such as 4x2x1"
             )
-        check_walk(self.walk, self.scheme)
+        if self.scheme == COUPLED and self.walk != AUTO:
+            raise UsageError(f"walk {self.walk!r} does not work with scheme 'coupled', which needs none; leave one of them out")
+        check_walk(self.walk, self.tree_scheme)
         check_draft_temperature(self.draft_temperature)
+
+    @property
+    def tree_scheme(self) -> str:
+        """The scheme by which trees are drawn for rows that are not coupled."""
+        return AUTO if self.scheme == COUPLED else self.scheme
+
+    def couples(self, *, on_host: bool) -> bool:
+        """Whether texts above temperature 0 are coupled, on a CPU or not."""
+        return self.scheme == COUPLED or (on_host and self.scheme == self.walk == AUTO)
 
     @property
     def shape(self) -> "tuple[DynamicShape | None, Topology]":
@@ -261,7 +277,7 @@ class LoadOptions(
         if not needs_draft(self.drafter):
             remedy = f"use {self.drafter}+model, or leave it out" if split_drafter(self.drafter)[0] else "leave it out"
             for name in ("tree", "scheme", "draft_temperature", "decision"):
-                if (value := getattr(self, name)) not in (AUTO, "none", None):
+                if (value := getattr(self, name)) not in (*_OF_ANY_TREE, "none", None):
                     raise UsageError(
                         f"{name} {value!r} does not work with drafter {self.drafter!r}, which has no draft; {remedy}"
                     )

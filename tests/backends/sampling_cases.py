@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from polydraft.sampling.gumbel import position_keys
+
 from .harness import Case, cases
 
 
@@ -37,3 +39,18 @@ def _() -> Iterator[Case]:
         for tempered in (False, True):
             slow = columns > 2**16 and tempered
             yield Case(f"{columns}, {tempered}", partial(logits, columns, dtype, tempered), tolerance=1e-5, slow=slow)
+
+
+@cases("perturbed")
+def _() -> Iterator[Case]:
+    def scores(nodes: int, columns: int, one_key: bool, partial_vocabulary: bool, device: str) -> tuple[Any, ...]:
+        scores_BGV = torch.randn(2, nodes, columns, generator=torch.Generator().manual_seed(columns))
+        scores_BGV[0, 0, 0] = -torch.inf
+        keys_BK = position_keys(torch.tensor([7, 2**31]), torch.arange(1 if one_key else nodes).expand(2, -1) * 1000)
+        tokens_D = torch.arange(2 * columns).flip(0)[::2].contiguous().to(device) if partial_vocabulary else None
+        return scores_BGV.to(device), keys_BK.to(device), torch.tensor([0.7, 0.0], device=device), tokens_D
+
+    for nodes, columns in ((1, 5), (3, 300), (2, 70_000)):
+        for one_key, partial_vocabulary in ((True, False), (False, True)):
+            arguments = partial(scores, nodes, columns, one_key, partial_vocabulary)
+            yield Case(f"{nodes}x{columns}, {one_key}", arguments, tolerance=3e-5)  # logarithms differ in the last places

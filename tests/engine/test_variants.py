@@ -21,6 +21,7 @@ FIELDS = {
     "eos_token_ids": ((3,), ()),
     "defaults": (object(), None),
     "walk": ("block", "node"),
+    "coupled": (True, False),
     "graphs": (False, True),
     "ahead": (False, True),
 }

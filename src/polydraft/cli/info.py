@@ -15,7 +15,7 @@ import click
 import polydraft
 from polydraft.cli.options import json_option, machine_options, options_of, prepare
 from polydraft.errors import UsageError
-from polydraft.options import AUTO, LoadOptions, PairOptions
+from polydraft.options import AUTO, COUPLED, LoadOptions, PairOptions
 
 if TYPE_CHECKING:
     from polydraft.automatic import Choice
@@ -26,6 +26,7 @@ _TARGET = (
     "Show what this model is and what would make it faster: smollm2, a folder, a GGUF file or a hub name. No weights are read."
 )
 _WIDEST = 120
+_COUPLED = "Same seed, same text, whatever the draft: noise that draft and target share decides every token."
 """Most columns of a line."""
 
 
@@ -265,7 +266,7 @@ def _facts(options: LoadOptions) -> dict[str, Any]:
         },
         "models": {BUNDLED: bundled},
         "default trees": {pair.name: _drafting(pair, options) for pair in PAIRS},
-        "schemes": {name: _first_line(SCHEMES.get(name)) for name in SCHEMES},
+        "schemes": {COUPLED: _COUPLED, **{name: _first_line(SCHEMES.get(name)) for name in SCHEMES}},
         "walks": {name: _first_line(WALKS.get(name)) for name in WALKS},
         "drafters": list(DRAFTERS),
         "model families": list(FAMILIES),

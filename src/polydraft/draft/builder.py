@@ -152,8 +152,11 @@ class Builder(ByRow, ABC):
         if self.policy is not None:
             self.policy.learn(verdict.accepted_B.tolist(), (keep_B > 0).tolist())
 
+    def move(self, counts_B: Tensor) -> None:
+        """Count newly emitted tokens, on the device, whoever proposed them."""
+
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Add newly emitted tokens to the texts."""
+        """Add newly emitted tokens to the texts, on the host."""
 
     def took(self, counts: Sequence[int]) -> None:
         """Learn on the host how many n-gram candidates each row accepted."""
@@ -173,13 +176,19 @@ class DraftDistributions(ByRow):
         The draft's initial parameters.
     vocab_size : int
         The target's.
+    ranking_temperature : float
+        See `Warper`.
     """
 
-    def __init__(self, source: DistributionSource, params: RowParams, vocab_size: int) -> None:
+    def __init__(
+        self, source: DistributionSource, params: RowParams, vocab_size: int, ranking_temperature: float = 1.0
+    ) -> None:
         self.vocabulary, self.params = source.vocabulary, params
         self.vocab_size = vocab_size
         none = [()] * len(params)
-        self._warper = Warper(params, vocab_size, none, source.device, of_draft=True, vocabulary=self.vocabulary)
+        self._warper = Warper(
+            params, vocab_size, none, source.device, True, self.vocabulary, ranking_temperature=ranking_temperature
+        )
 
     @property
     def num_columns(self) -> int:
@@ -204,6 +213,16 @@ class DraftDistributions(ByRow):
         """Add newly emitted tokens to the texts."""
         self._warper.advance(emitted)
 
+    def move(self, counts_B: Tensor) -> None:
+        """Count newly emitted tokens, on the device."""
+        self._warper.move(counts_B)
+
+    def prepared(self, logits_BWV: Tensor, paths_BWP: Tensor, depth: int) -> Tensor:
+        """Return the logits of nodes at some depth as `probs` and `ranking` need them; see `Warper.prepared`."""
+        if not any(self.params.coupled):
+            return logits_BWV
+        return self._warper.prepared(self._aligned(logits_BWV), paths_BWP, depth)
+
     def probs(self, logits_BWV: Tensor, paths_BWP: Tensor) -> Tensor:
         """Return the probabilities after some paths, over the draft's own columns if its vocabulary is partial."""
         return self._warper.probs(self._aligned(logits_BWV), paths_BWP)
@@ -211,6 +230,11 @@ class DraftDistributions(ByRow):
     def ranking(self, logits_BWV: Tensor, paths_BWP: Tensor) -> Tensor:
         """Return weights in the same order as the probabilities, for when only the order matters."""
         return self._warper.ranking(self._aligned(logits_BWV), paths_BWP)
+
+    @property
+    def in_order(self) -> bool:
+        """Whether the largest logits, if `prepared`, belong to the tokens that rank first."""
+        return self._warper.in_order
 
     @property
     def temperature_B(self) -> Tensor | None:
@@ -260,6 +284,10 @@ class DistributionBuilder(Builder):
         """Begin new texts in some rows, and set the parameters of all rows."""
         super().begin(texts, rows, params)
         self._distributions.begin(texts, rows, self._draft_params(params))
+
+    def move(self, counts_B: Tensor) -> None:
+        """Count newly emitted tokens, on the device."""
+        self._distributions.move(counts_B)
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
         """Add newly emitted tokens to the texts."""

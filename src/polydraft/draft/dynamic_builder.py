@@ -107,6 +107,7 @@ class Likeliest(Candidates):
 
     def children(self, growing: Growing, logits_BWV: Tensor, uniforms_BU: Tensor) -> tuple[Level, Tensor | None]:
         """Choose the likeliest children."""
+        logits_BWV = self.distributions.prepared(logits_BWV, growing.paths_BWP, len(growing.levels))
         probs_BWV = self.distributions.probs(logits_BWV, growing.paths_BWP)
         return self._tokens(best_children(growing.scores_BW, probs_BWV, self.shape.branch, self.shape.nodes - 1)), None
 
@@ -242,7 +243,7 @@ class DynamicBuilder(ShapedBuilder):
 
     def _note(self, params: RowParams) -> None:
         """Choose how candidates are made, by the rows' parameters."""
-        drawn = not params.all_greedy and self._draft_temperature != 0
+        drawn = not params.decided and self._draft_temperature != 0
         self._candidates: Candidates = self._drawn if drawn else self._likeliest
         self._drawn.greedy_B = torch.tensor(params.greedy) if drawn and params.mixed else None
 

@@ -199,9 +199,9 @@ def grow_likeliest(
         if depth:
             front = Front.of(growing.levels[-1], shape.beam)
             logits_BWV = expand(front.tokens_BW, front.parents_BW, growing.pass_on(front))
-        level = best_children(
-            growing.scores_BW, distributions.probs(logits_BWV, growing.paths_BWP), shape.branch, shape.nodes - 1
-        )
+        paths_BWP = growing.paths_BWP
+        probs_BWV = distributions.probs(distributions.prepared(logits_BWV, paths_BWP, depth), paths_BWP)
+        level = best_children(growing.scores_BW, probs_BWV, shape.branch, shape.nodes - 1)
         growing.levels.append(Level(distributions.tokens(level.tokens_BX), level.parents_BX, level.scores_BX))
     value_BM, index_BM = best(growing.scores_BC, shape.nodes - 1)
     keep_BC = torch.zeros_like(growing.scores_BC, dtype=torch.bool).scatter_(1, index_BM, value_BM > -torch.inf)

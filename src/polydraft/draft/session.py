@@ -285,6 +285,8 @@ class DraftSession(ByRow):
         outcome, in the same copy, and go to `receive`.
         """
         reports: list[tuple[Tensor | None, Callable[[Sequence[Sequence[int]]], None]]] = []
+        for builder in self._builders:
+            builder.move(keep_B)
         if self._drawn is not None:
             source, own, own_keep_B = self._drawn.source, verdict, keep_B
             if self._border is not None:

@@ -59,7 +59,7 @@ class ShapedBuilder(DistributionBuilder):
         self.source: DistributionSource = source
         self.shape, self.num_nodes, self.depth = shape, shape.nodes, shape.depth
         self._draft_temperature, self._belief = draft_temperature, belief
-        self._distributions = DraftDistributions(source, self._draft_params(params), vocab_size)
+        self._distributions = DraftDistributions(source, self._draft_params(params), vocab_size, belief.greedy_temperature)
         self._grown: Grown | None = None
         """The last tree; None if it is a lone root."""
 

@@ -145,7 +145,7 @@ class StaticBuilder(DistributionBuilder):
     @property
     def scheme(self) -> Scheme:
         """The scheme that was asked for; `top` if no row draws."""
-        return _TOP if self._distributions.params.all_greedy else self.usual_scheme
+        return _TOP if self._distributions.params.decided else self.usual_scheme
 
     @property
     def next_tree(self) -> Topology:
@@ -215,14 +215,15 @@ class StaticBuilder(DistributionBuilder):
     def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> Tensor | None:
         """Draw the children of one level's nodes into `tokens_BN`; return the distributions if they were needed."""
         distributions, scheme = self._distributions, self.scheme
+        paths_BGP = tokens_BN[:, level.paths_GP if distributions.params.needs_history else level.paths_GP[:, :0]]
+        logits_BGV = distributions.prepared(logits_BGV, paths_BGP, self._drawn)
         self._drawn += 1
-        if type(scheme) is type(_TOP) and distributions.params.keeps_order and self.whole:
+        if type(scheme) is type(_TOP) and distributions.in_order and self.whole:
             plant_largest(logits_BGV, level.nodes_GK, tokens_BN, distributions.vocabulary, distributions.vocab_size)
             return None
         # At temperature 0 all mass is on one token, but the children are the next ones in order as well.
         weigh = distributions.ranking if scheme.needs_order_only else distributions.probs
-        paths_GP = level.paths_GP if distributions.params.needs_history else level.paths_GP[:, :0]
-        probs_BGV = weigh(logits_BGV, tokens_BN[:, paths_GP])
+        probs_BGV = weigh(logits_BGV, paths_BGP)
         if scheme.needs_order_only:
             # Fewer children are the first ones of more, so one draw serves all nodes of the level.
             weights_RV = probs_BGV.flatten(0, 1)

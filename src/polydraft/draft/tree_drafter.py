@@ -135,7 +135,7 @@ class TreeDrafter(Drafter):
     def builder(self, params: RowParams, target: LanguageModel) -> Builder:
         """Return the builder of a batch's trees."""
         source, shape = self.source(len(params)), self.topology
-        alone = len(params) == 1 and params.all_greedy
+        alone = len(params) == 1 and params.decided
         if alone and self.greedy is not None:
             shape = self.greedy
         if isinstance(shape, Topology):
@@ -179,7 +179,7 @@ class TreeDrafter(Drafter):
         """Return what rounds cost, measured only if decisions depend on it."""
         if self.costs is not None or not adaptive:
             return self.costs or _NOMINAL
-        drawn = not params.all_greedy and self.draft_temperature != 0
+        drawn = not params.decided and self.draft_temperature != 0
         return measured_costs(target, self.model, nodes, DEFAULT_SCHEME if drawn else "top")
 
 

@@ -27,6 +27,7 @@ from polydraft.prompts import check_text
 from polydraft.sampling import RowParams, SamplingParams, check_params
 from polydraft.sampling.categorical import row_generator
 from polydraft.sampling.grammar import GrammarProcessor, Grammars
+from polydraft.sampling.params import CoupledParams
 from polydraft.verify import AUTO, WALKS
 
 Prompt = str | Sequence[int]
@@ -50,6 +51,9 @@ class Decoder:
         The model's generation config: it decides what `sampling` leaves unset.
     walk : str
         How trees are verified: a registered walk, or ``"auto"`` for the best one that fits the scheme.
+    coupled : bool
+        Let a seed decide the text above temperature 0 as well, whatever drafts and company
+        (docs/decisions/066-a-seed-decides-the-text.md). Schemes and walks are then not used.
     graphs : bool
         On a GPU, replay whole rounds as CUDA graphs; for beams, the target's passes.
     ahead : bool
@@ -79,6 +83,7 @@ class Decoder:
         eos_token_ids: Sequence[int] = (),
         defaults: GenerationDefaults | None = None,
         walk: str = AUTO,
+        coupled: bool = False,
         graphs: bool = True,
         ahead: bool = True,
         lossless: bool = True,
@@ -91,7 +96,7 @@ class Decoder:
             )
         self.eos_token_ids, self.defaults = tuple(eos_token_ids), defaults
         self.walk = walk if walk == AUTO else WALKS.get(walk).name
-        self.graphs, self.ahead = graphs, ahead
+        self.coupled, self.graphs, self.ahead = coupled, graphs, ahead
         self._grammars: Grammars | None = None
         """Built on first use, which takes a second."""
         self._drafters: dict[tuple[bool, bool], Drafter] = {(False, False): self.drafter}
@@ -204,7 +209,9 @@ class Decoder:
         settings = {
             "seeds": seeds,
             "max_new_tokens": request.max_new_tokens,
-            "scheme": workspace.session.scheme.name if workspace.session.depth else None,
+            "scheme": ("coupled" if any(params.coupled) else workspace.session.scheme.name)
+            if workspace.session.depth
+            else None,
             "walk": engine.walk.name if engine.walk is not None and workspace.session.depth else None,
         }
         return Stream(engine, sequences, settings, request.cancel)
@@ -243,17 +250,19 @@ class Decoder:
         **options
             Other fields of `TokenSequence`.
         """
-        params = self.with_defaults(params, prompt)
+        params, generator = self.with_defaults(params, prompt), row_generator(seed)
+        if self.coupled:
+            params = CoupledParams.of(params, key=generator.initial_seed())
         options.setdefault("eos_token_ids", frozenset(self.eos_token_ids))
         options.setdefault("max_positions", self.target.max_positions)
         return TokenSequence(
             prompt=prompt,
             params=params if grammar is None else params.following(grammar),
-            generator=row_generator(seed),
+            generator=generator,
             max_new_tokens=max_new_tokens,
             assembler=self.assembler(stop, markers),
-            # The text for a seed depends on its trees, except at temperature 0: there every tree gives the likeliest tokens.
-            steady=seeded and params.temperature > 0,
+            # Unless scores decide it, the text for a seed depends on its trees.
+            steady=seeded and params.temperature > 0 and not self.coupled,
             **options,
         )
 

@@ -18,7 +18,7 @@ from polydraft.engine.stats import TARGET, ReadingPace, Stats
 from polydraft.engine.workspace import Workspace, device_failure
 from polydraft.errors import FailureError, PolydraftError
 from polydraft.models.prefixes import Prefixes
-from polydraft.sampling import IDLE, SamplingParams
+from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.verify import AUTO, Fault, Walk
 
 _DEVICE_ERRORS = (torch.OutOfMemoryError, *filter(None, [getattr(torch, "AcceleratorError", None)]))
@@ -204,7 +204,8 @@ class Engine:
         for slot, sequence in at_work.items():
             self.slots.noise.seat(slot, sequence.generator)
         # Idle slots decode greedily, but draw if all others do and rounds are captured: a mixed batch needs its own capture.
-        drawing = self.workspace.captures and all(one.row_params.temperature > 0 for one in at_work.values())
+        working = RowParams(tuple(one.row_params for one in at_work.values()))
+        drawing = self.workspace.captures and not any(working.greedy) and not any(working.coupled)
         idle = SamplingParams() if drawing else IDLE
         params = {slot: at_work[slot].row_params if slot in at_work else idle for slot in range(len(self.slots))}
         longest = max(sequence.end for sequence in self.slots.running())

@@ -94,6 +94,7 @@ def run_round(state: State, walk: Walk, uniforms_BU: Tensor, stats: Stats, host_
         outcome, keep_B = conclude(draft, verdict, state.tail_B2, state.active_B)
         longest = draft.depth if draft.reach is None else draft.reach
         target_context.commit(verdict.path_BD[:, : longest + 1], keep_B, in_place=draft.chain)
+        state.warper.move(keep_B)
         report_BX = session.commit(verdict, keep_B, features_BNF)
         if state.watched:
             path_BDF = verdict.path_BD[..., None].expand(-1, -1, features_BNF.shape[-1])

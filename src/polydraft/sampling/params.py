@@ -209,6 +209,22 @@ class SamplingParams:
         return dataclasses.replace(self, processors=(*self.processors, grammar), grammar=None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoupledParams(SamplingParams):
+    """Sampling parameters of a text whose tokens are decided by noise that its seed makes known beforehand.
+
+    See docs/decisions/066-a-seed-decides-the-text.md.
+    """
+
+    key: int = field(default=0, compare=False)
+    """Key of the text's noise, see `polydraft.sampling.gumbel`."""
+
+    @classmethod
+    def of(cls, params: SamplingParams, key: int) -> "CoupledParams":
+        """Return the same parameters with a key."""
+        return cls(**{one.name: getattr(params, one.name) for one in dataclasses.fields(params) if one.name != "key"}, key=key)
+
+
 def _check(name: str, value: float, fits: bool, allowed: str) -> None:
     # Not converted to float before: a whole number may be larger than any float.
     if not (abs(value) <= LARGEST and fits):
@@ -259,15 +275,25 @@ class RowParams:
         """Which rows take the likeliest token."""
         return tuple(row.temperature == 0 for row in self.rows)
 
+    @cached_property
+    def coupled(self) -> tuple[bool, ...]:
+        """Which rows take the token with the largest sum of log-probability and noise."""
+        return tuple(isinstance(row, CoupledParams) and row.temperature > 0 for row in self.rows)
+
     @property
     def all_greedy(self) -> bool:
-        """Whether every row takes the likeliest token, so that random numbers are not used."""
+        """Whether every row takes the likeliest token."""
         return all(self.greedy)
+
+    @property
+    def decided(self) -> bool:
+        """Whether scores alone decide every row's token, greedy or coupled, so that rounds use no random numbers."""
+        return all(greedy or coupled for greedy, coupled in zip(self.greedy, self.coupled, strict=True))
 
     @property
     def mixed(self) -> bool:
         """Whether some rows take the likeliest token and others draw."""
-        return any(self.greedy) and not self.all_greedy
+        return any(self.greedy) and not self.decided
 
     @cached_property
     def needs_history(self) -> bool:
@@ -276,7 +302,7 @@ class RowParams:
 
     @cached_property
     def keeps_order(self) -> bool:
-        """Whether in every row the largest logits belong to the likeliest tokens."""
+        """Whether in every row the largest logits belong to the tokens that rank first."""
         return not (self.needs_history or any(row.logit_bias for row in self.rows))
 
     @cached_property

@@ -21,7 +21,7 @@ _DTYPES = {"top_p": torch.float64, "top_k": torch.long, "min_tokens": torch.long
 """Types of their tensors, if not float32."""
 
 
-class _Number(ByRow):
+class RowNumber(ByRow):
     """One parameter: a number per row, `[B, 1, 1]`."""
 
     ROW_STATE = ("values_B11", "_written")
@@ -49,7 +49,7 @@ class RowNumbers(ByRow):
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        self._numbers = {name: _Number(rows, _DTYPES.get(name, torch.float32), device) for name in _NAMES}
+        self._numbers = {name: RowNumber(rows, _DTYPES.get(name, torch.float32), device) for name in _NAMES}
         self.used: set[str] = set()
         """Names of the parameters that some row uses."""
 

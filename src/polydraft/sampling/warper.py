@@ -6,14 +6,15 @@ from collections.abc import Hashable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from polydraft.devices import is_host
+from polydraft.devices import brought, is_host
 from polydraft.operations import operation
 from polydraft.rows import ByRow
 from polydraft.sampling.categorical import NO_TOKEN
+from polydraft.sampling.gumbel import perturbed, position_keys
 from polydraft.sampling.history import History
-from polydraft.sampling.params import RowParams, SamplingParams, bias_table
+from polydraft.sampling.params import CoupledParams, RowParams, SamplingParams, bias_table
 from polydraft.sampling.processing import Processing
-from polydraft.sampling.row_numbers import RowNumbers
+from polydraft.sampling.row_numbers import RowNumber, RowNumbers
 from polydraft.sampling.truncation import truncated
 from polydraft.sampling.vocabulary import PartialVocabulary
 
@@ -32,7 +33,8 @@ class Warper(ByRow):
     """Turn logits into the sampling distribution of each row's parameters, for nodes anywhere in a tree.
 
     It keeps the text of each row (prompt and emitted tokens) as far as the parameters need it. The tokens from there to a node
-    are passed in as `paths_BGP`.
+    are passed in as `paths_BGP`. If some rows are coupled, logits must be `prepared` first, which does all that depends on the
+    text and its length; from then on every row is like a greedy one.
 
     Parameters
     ----------
@@ -45,9 +47,11 @@ class Warper(ByRow):
         distribution is then zero everywhere.
     vocabulary : PartialVocabulary, optional
         Tokens of the logits' columns, if these are not the whole vocabulary.
+    ranking_temperature : float
+        Temperature at which logits with noise best predict the token that the target takes.
     """
 
-    ROW_STATE = ("_bias_B1V",)
+    ROW_STATE = ("_bias_B1V", "_lengths_B")
 
     def __init__(
         self,
@@ -57,27 +61,37 @@ class Warper(ByRow):
         device: torch.device,
         of_draft: bool = False,
         vocabulary: PartialVocabulary | None = None,
+        ranking_temperature: float = 1.0,
     ) -> None:
         # Without prompts, there is one row, whose text is never used.
         params = RowParams.of(params, max(len(prompts), 1))
         self._device, self._vocabulary, self._vocab_size = device, vocabulary, vocab_size
         self._of_draft = of_draft
         self._numbers = RowNumbers(len(params), device)
+        self._keys, self._noise_scales, self._ranking = (
+            RowNumber(len(params), dtype, device) for dtype in (torch.long, torch.float32, torch.float32)
+        )
+        """Each row's key and scale of noise, 0 without, and the temperature at which scores with noise rank tokens."""
+        self._ranking_temperature = ranking_temperature
+        self._lengths_B = torch.zeros(len(params), dtype=torch.long, device=device)
+        """Tokens of each text; only coupled rows use it."""
         self._bias_B1V: Tensor | None = None
         self.processing = Processing(of_draft, vocabulary)
         """Calls the logits processors."""
         self._history = History(self._numbers, vocab_size, device, self.processing, vocabulary)
-        self.use(params)
-        self._history.begin(prompts, range(len(prompts)))
+        self.admit(params, range(len(prompts)), prompts)
 
     def row_parts(self) -> Iterable[ByRow]:
         """Return the parts that keep the rows' numbers and texts."""
-        return self._numbers, self._history
+        return self._numbers, self._keys, self._noise_scales, self._ranking, self._history
 
     def admit(self, params: RowParams, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> None:
         """Take the rows' parameters from now on, and begin new texts in some rows."""
         self.use(params)
         self._history.begin(prompts, rows)
+        if self._coupled and prompts:
+            index_X, lengths_X = brought(torch.tensor([list(rows), [len(prompt) for prompt in prompts]]), self._device)
+            self._lengths_B[index_X] = lengths_X
 
     def use(self, params: RowParams) -> None:
         """Take the rows' parameters from now on, also when there are more or fewer rows, or some were swapped."""
@@ -86,6 +100,12 @@ class Warper(ByRow):
         # The distribution of a greedy row is computed with the others, but not used.
         drawn = params if params.all_greedy else params.map(_as_if_drawn)
         self._numbers.write(drawn)
+        self._coupled = any(params.coupled)
+        if self._coupled:
+            own = [(row, coupled) for row, coupled in zip(drawn, params.coupled, strict=True)]
+            self._keys.write([row.key if isinstance(row, CoupledParams) else 0 for row in params])
+            self._noise_scales.write([row.temperature if coupled else 0.0 for row, coupled in own])
+            self._ranking.write([self._ranking_temperature if coupled else row.temperature for row, coupled in own])
         self._most_kept = max(row.top_k for row in drawn)
         self._cut_rows = [row for row, own in enumerate(drawn) if own.top_p < 1]
         self._may_be_empty = self._of_draft and (params.has_processors or params.bans)
@@ -107,17 +127,45 @@ class Warper(ByRow):
     def kind(self) -> tuple[Hashable, ...]:
         """What a capture of a round depends on, besides the numbers in tensors."""
         params = self.params
-        flags = (params.all_greedy, params.mixed, params.needs_history, params.bans, self._biased)
+        flags = (params.all_greedy, params.mixed, params.needs_history, params.bans, self._biased, self._coupled)
         return (*flags, self._most_kept, *sorted(self._numbers.used))
 
     def advance(self, emitted: Sequence[Sequence[int]]) -> None:
-        """Add newly emitted tokens to the text of each row."""
+        """Add newly emitted tokens to the text of each row, on the host."""
         self._history.advance(emitted)
+
+    def move(self, counts_B: Tensor) -> None:
+        """Count newly emitted tokens, on the device."""
+        if self._coupled:
+            self._lengths_B += counts_B
+
+    def prepared(self, logits_BGV: Tensor, paths_BGP: Tensor, depths: int | Tensor) -> Tensor:
+        """If some rows are coupled, return logits after penalties and truncation, with noise times temperature in these rows.
+
+        The largest of log p + noise is the largest of logits + T · noise, so with these scores a coupled row is like one at
+        temperature 0. Without coupled rows, the logits stay as they are.
+
+        Parameters
+        ----------
+        logits_BGV, paths_BGP : Tensor
+            As for `probs`.
+        depths : int or Tensor
+            Depths of the nodes, `[B, G]`, or one for all: the noise is that of the next token's position.
+        """
+        if not self._coupled:
+            return logits_BGV
+        scores_BGV = logits_BGV if self.params.keeps_order else self._with_penalties(logits_BGV.float(), paths_BGP)
+        if self._numbers.used & {"top_k", "top_p", "min_p"}:
+            scores_BGV = scores_BGV.masked_fill(self._tempered(scores_BGV.float()) == -torch.inf, -torch.inf)
+        keys_BK = position_keys(self._keys.values_B11.view(-1), self._lengths_B[:, None] + depths)
+        tokens_D = None if self._vocabulary is None else self._vocabulary.tokens_D
+        return perturbed(scores_BGV, keys_BK, self._noise_scales.values_B11.view(-1), tokens_D)
 
     def probs(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         """Return the distribution at each node as float32 probabilities.
 
-        If only some rows are greedy, they get the distribution of temperature 1; see `likeliest`.
+        If only some rows are greedy, they get the distribution of temperature 1; see `likeliest`. If some rows are coupled, it
+        says of each token how likely the target is to take it.
 
         Parameters
         ----------
@@ -127,14 +175,15 @@ class Warper(ByRow):
             Tokens from the text to each node, the node's own included; `NO_TOKEN` where shorter.
         """
         if (own_B := self.temperature_B) is not None and not self._may_be_empty:
-            return softened(logits_BGV, own_B if "temperature" in self._numbers.used else None)
+            return softened(logits_BGV, own_B if self._coupled or "temperature" in self._numbers.used else None)
         scores_BGV = self._penalised(logits_BGV.float(), paths_BGP)
         if self.params.all_greedy:
             best_BG1 = _argmax(scores_BGV)
             # NaN counts as the largest. It spreads over the node, as softmax would do, for the walk to report.
             peak_BG1 = torch.where(scores_BGV.gather(-1, best_BG1).isfinite(), 0.0, torch.nan)
             return peak_BG1.expand_as(scores_BGV).scatter(-1, best_BG1, peak_BG1 + 1.0)
-        probs_BGV = torch.softmax(self._tempered(scores_BGV), dim=-1)
+        tempered_BGV = scores_BGV / self._ranking.values_B11 if self._coupled else self._tempered(scores_BGV)
+        probs_BGV = torch.softmax(tempered_BGV, dim=-1)
         if self._may_be_empty:
             probs_BGV = probs_BGV.masked_fill(scores_BGV.amax(-1, keepdim=True) == -torch.inf, 0.0)
         return probs_BGV
@@ -155,13 +204,15 @@ class Warper(ByRow):
     @property
     def temperature_B(self) -> Tensor | None:
         """Temperature of each row, if `probs` is just the softmax of logits divided by it; else None."""
+        if self._coupled:
+            return self._ranking.values_B11.view(-1)
         plain = self.params.keeps_order and not self.params.all_greedy and not self._numbers.used & {"top_k", "top_p", "min_p"}
         return self._numbers["temperature"].view(-1) if plain else None
 
     def likeliest(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
-        """Return the token of the largest logit at each node; `NO_TOKEN` if that is not finite. Parameters as for `probs`."""
+        """Return the token of the largest score at each node; `NO_TOKEN` if that is not finite. Parameters as for `probs`."""
         # The order of logits is the same in half precision; only penalties need float32.
-        scores_BGV = self._penalised(logits_BGV if self.params.keeps_order else logits_BGV.float(), paths_BGP)
+        scores_BGV = self._penalised(logits_BGV if self.in_order else logits_BGV.float(), paths_BGP)
         best_BG1 = _argmax(scores_BGV)
         return best_BG1.where(scores_BGV.gather(-1, best_BG1).abs() < torch.inf, NO_TOKEN)[..., 0]
 
@@ -173,7 +224,15 @@ class Warper(ByRow):
         scores_BGV = self._penalised(logits_BGV.float(), paths_BGP)
         return (scores_BGV - (scores_BGV.amax(-1, keepdim=True) - RANKED_NATS)).clamp_(min=0)
 
+    @property
+    def in_order(self) -> bool:
+        """Whether the largest logits, if `prepared`, belong to the tokens that rank first."""
+        return self._coupled or self.params.keeps_order
+
     def _penalised(self, scores_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
+        return scores_BGV if self._coupled else self._with_penalties(scores_BGV, paths_BGP)
+
+    def _with_penalties(self, scores_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         if self._biased and self._bias_B1V is not None:
             scores_BGV = scores_BGV + self._bias_B1V
         return self._history.penalised(scores_BGV, paths_BGP)

@@ -152,7 +152,7 @@ def greedy_verdict(draft: DraftTree, distributions: TreeDistributions) -> Verdic
         token_B = distributions.likeliest(node_B, path_BP)
         return token_B, torch.where(token_B == NO_TOKEN, Fault.TARGET, Fault.NONE)
 
-    logits_BNV, at_once = distributions.logits_in_order(), all_at_once(distributions, draft)
+    logits_BNV, at_once = distributions.logits_in_order(draft), all_at_once(distributions, draft)
     # On the host it is faster to stop at the first miss, unless compiled code looks at all nodes.
     if logits_BNV is not None and (at_once or follow_largest.chosen(draft, logits_BNV) is not None):
         verdict = follow_largest(draft, logits_BNV)

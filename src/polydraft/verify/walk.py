@@ -34,7 +34,7 @@ class TreeDistributions(ABC):
     """A `TargetDistribution` with more methods, which let walks take short cuts."""
 
     greedy: bool
-    """Whether every distribution is a single token, `likeliest`."""
+    """Whether scores alone decide every token: it is the `likeliest`, at temperature 0 or with noise added."""
     whole: bool
     """Whether the logits of all nodes are available at once."""
 
@@ -54,7 +54,7 @@ class TreeDistributions(ABC):
     def likeliest_everywhere(self, draft: DraftTree) -> Tensor:
         """Return the likeliest token at each node, `[B, N]`; only if `whole`."""
 
-    def logits_in_order(self) -> Tensor | None:
+    def logits_in_order(self, draft: DraftTree) -> Tensor | None:
         """Return numbers `[B, N, V]` whose largest is at the `likeliest` token of each node; None if there are none."""
         return None
 
@@ -75,40 +75,45 @@ class TargetDistributions(TreeDistributions):
     """
 
     def __init__(self, features_BNF: Tensor, head: Callable[[Tensor], Tensor], warper: Warper, *, whole: bool) -> None:
-        self.greedy, self.whole = warper.params.all_greedy, whole
+        self.greedy, self.whole = warper.params.decided, whole
         self._features_BNF, self._head, self._warper = features_BNF, head, warper
         self._logits_BNV = head(features_BNF) if whole else None
 
     def __call__(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
         """Return the distribution at one node per row."""
-        return self._warper.probs(self._logits(node_B), path_BP[:, None])[:, 0]
+        return self._warper.probs(self._prepared(node_B, path_BP), path_BP[:, None])[:, 0]
 
     def everywhere(self, draft: DraftTree) -> Tensor:
         """Return the distributions at all nodes."""
-        assert self._logits_BNV is not None
-        return self._warper.probs(self._logits_BNV, self._paths(draft))
+        return self._warper.probs(self._prepared_everywhere(draft), self._paths(draft))
 
     def likeliest(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
         """Return the token of largest logit at one node per row."""
-        return self._warper.likeliest(self._logits(node_B), path_BP[:, None])[:, 0]
+        return self._warper.likeliest(self._prepared(node_B, path_BP), path_BP[:, None])[:, 0]
 
     def likeliest_everywhere(self, draft: DraftTree) -> Tensor:
         """Return the token of largest logit at each node."""
-        assert self._logits_BNV is not None
-        return self._warper.likeliest(self._logits_BNV, self._paths(draft))
+        return self._warper.likeliest(self._prepared_everywhere(draft), self._paths(draft))
 
     def ranking(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
         """Return weights in the order of the tokens' probabilities, at one node per row; see `Warper.ranking`."""
-        return self._warper.ranking(self._logits(node_B), path_BP[:, None])[:, 0]
+        return self._warper.ranking(self._prepared(node_B, path_BP), path_BP[:, None])[:, 0]
 
-    def logits_in_order(self) -> Tensor | None:
+    def logits_in_order(self, draft: DraftTree) -> Tensor | None:
         """Return the logits of all nodes if they are computed at once and nothing changes their order."""
-        return self._logits_BNV if self._warper.params.keeps_order else None
+        # Noise takes longer than logits, so a host that can look adds it only at the nodes that it visits.
+        slow = any(self._warper.params.coupled) and can_sync(draft.tokens_BN)
+        return self._prepared_everywhere(draft) if self.whole and self._warper.in_order and not slow else None
 
-    def _logits(self, node_B: Tensor) -> Tensor:
-        if self._logits_BNV is not None:
-            return _rows(self._logits_BNV, node_B)
-        return self._head(_rows(self._features_BNF, node_B))
+    def _prepared(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
+        """Return the logits of one node per row, `[B, 1, V]`, as the warper needs them; nodes are as deep as their paths."""
+        logits_BNV = self._logits_BNV
+        logits_B1V = self._head(_rows(self._features_BNF, node_B)) if logits_BNV is None else _rows(logits_BNV, node_B)
+        return self._warper.prepared(logits_B1V, path_BP[:, None], path_BP.shape[1])
+
+    def _prepared_everywhere(self, draft: DraftTree) -> Tensor:
+        assert self._logits_BNV is not None
+        return self._warper.prepared(self._logits_BNV, self._paths(draft), draft.depths_BN)
 
     def _paths(self, draft: DraftTree) -> Tensor:
         """Return the paths to all nodes; empty ones if nothing depends on them."""

@@ -1,4 +1,4 @@
-"""Drawing from rows of weights, and finding their largest, in C on a CPU."""
+"""Drawing from rows of weights, finding their largest, and Gumbel noise, in C on a CPU."""
 
 import torch
 from torch import Tensor
@@ -8,6 +8,7 @@ from polydraft.backends.native.build import library, loaded
 from polydraft.devices import can_sync
 from polydraft.operations import implements
 from polydraft.sampling.categorical import draw_independent
+from polydraft.sampling.gumbel import perturbed
 from polydraft.verify.weights import Ranked, largest
 
 _MOST = 64
@@ -56,3 +57,21 @@ def largest_weights(weights_RV: Tensor, count: int) -> Ranked | None:
     sizes = (weights_RV.stride(0), rows, size, count)
     comparable = library().polydraft_largest(weights_RV.data_ptr(), *sizes, value_RK.data_ptr(), token_RK.data_ptr())
     return (value_RK, token_RK) if comparable else None
+
+
+def _can_perturb(scores_BGV: Tensor, keys_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None) -> bool:
+    return readable(scores_BGV.flatten(0, 1), torch.float32) and scores_BGV.is_contiguous()
+
+
+@implements(perturbed, "native", supports=_can_perturb)
+def _perturbed(scores_BGV: Tensor, keys_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None) -> Tensor:
+    rows, nodes, columns = scores_BGV.shape
+    own_keys = keys_BK.shape[1]
+    assert keys_BK.is_contiguous() and scales_B.is_contiguous() and own_keys in (1, nodes)
+    assert tokens_D is None or (tokens_D.is_contiguous() and tokens_D.dtype == torch.long)
+    noisy_BGV = torch.empty_like(scores_BGV)
+    library().polydraft_perturb(
+        scores_BGV.data_ptr(), rows * own_keys, nodes // own_keys, columns, keys_BK.data_ptr(), scales_B.data_ptr(), own_keys,
+        None if tokens_D is None else tokens_D.data_ptr(), noisy_BGV.data_ptr(),
+    )  # fmt: skip
+    return noisy_BGV

@@ -374,6 +374,73 @@ int32_t polydraft_largest(const float *weight, int64_t stride, int64_t rows, int
     return comparable;
 }
 
+static inline uint32_t bits_of(float number) {
+    uint32_t bits;
+    memcpy(&bits, &number, 4);
+    return bits;
+}
+
+static inline float float_of(uint32_t bits) {
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
+
+/* The natural logarithm of a positive, normal number, off by less than two units in the last place. Numbers are compared by their
+ * bits: comparisons of floats would keep loops from running on vectors. */
+static inline float logarithm(float number) {
+    const uint32_t bits = bits_of(number), fraction = (bits & 0x7fffff) | 0x3f000000;
+    const float small = (float)(int32_t)(fraction < 0x3f3504f3);  /* below the root of 1/2 */
+    const float power = (float)((int32_t)(bits >> 23) - 126) - small;
+    float part = float_of(fraction);
+    part = part - 1 + small * part;
+    const float square = part * part;
+    float sum = 7.0376836292e-2f;
+    sum = sum * part - 1.1514610310e-1f, sum = sum * part + 1.1676998740e-1f, sum = sum * part - 1.2420140846e-1f;
+    sum = sum * part + 1.4249322787e-1f, sum = sum * part - 1.6668057665e-1f, sum = sum * part + 2.0000714765e-1f;
+    sum = sum * part - 2.4999993993e-1f, sum = sum * part + 3.3333331174e-1f;
+    sum = sum * part * square - 2.12194440e-4f * power - 0.5f * square;
+    return part + sum + 0.693359375f * power;
+}
+
+static inline uint32_t mixed_low(uint32_t bits) {
+    bits = (bits ^ bits >> 16) * 0x7FEB352Du;
+    bits = (bits ^ bits >> 15) * 0x846CA68Bu;
+    return bits ^ bits >> 16;
+}
+
+static inline float gumbel(uint32_t token, uint32_t low, uint32_t high) {
+    uint32_t bits = mixed_low(mixed_low(token * 0x9E3779B1u + low) ^ high);
+    const uint32_t few = -(uint32_t)(bits < 1u << 25);
+    bits = LESS(bits, 0xFFFFFF00u);  /* the largest that is rounded to a number below 2^32 */
+    const float uniform = ((float)bits + 0.5f) * 0x1p-32f;
+    const float series = uniform * (1 + uniform * (0.5f + uniform * ((float)(1.0 / 3) + uniform * 0.25f)));
+    const float exact = -logarithm(1 - uniform);
+    return -logarithm(float_of((bits_of(series) & few) | (bits_of(exact) & ~few)));
+}
+
+/* Add scaled Gumbel noise, a function of a key and a token, to scores [keys, nodes, count]; the nodes of a key share its noise.
+ * `tokens` are those of the columns, null for all in order. The formula is explained in polydraft.sampling.gumbel. */
+void polydraft_perturb(const float *scores, int64_t keys, int64_t nodes, int64_t count, const uint64_t *key, const float *scales,
+                       int64_t keys_per_row, const int64_t *tokens, float *noisy) {
+    for (int64_t k = 0; k < keys; k++) {
+        const uint32_t low = (uint32_t)key[k], high = (uint32_t)(key[k] >> 32);
+        const float scale = scales[k / keys_per_row];
+        const float *from = scores + k * nodes * count;
+        float *to = noisy + k * nodes * count;
+        if (scale == 0) {
+            memcpy(to, from, sizeof(float) * (size_t)(nodes * count));
+            continue;
+        }
+        if (tokens)
+            for (int64_t i = 0; i < count; i++) to[i] = scale * gumbel((uint32_t)tokens[i], low, high);
+        else
+            for (int64_t i = 0; i < count; i++) to[i] = scale * gumbel((uint32_t)i, low, high);
+        for (int64_t node = nodes - 1; node >= 0; node--)  /* the first, which holds the noise, last */
+            for (int64_t i = 0; i < count; i++) to[node * count + i] = from[node * count + i] + to[i];
+    }
+}
+
 /* Compute the chance of stopping at each depth, from the end upwards. */
 static void fill_stops(const End *e, int64_t row, double *stop) {
     double passed = 1;

@@ -1,0 +1,73 @@
+"""Gumbel noise for every token at every position of a text: a function of seed, position and token, and of nothing else.
+
+The token with the largest sum of log-probability and Gumbel noise is a sample [1]. If the noise is known beforehand, so is the
+sample, up to the model's logits: a draft that adds the same noise to its own logits proposes what the target is likely to pick.
+
+References
+----------
+.. [1] Maddison, Tarlow, Minka 2014, A* sampling, arXiv:1411.0030.
+.. [2] Daliri, Musco, Suresh 2025, Coupling without communication and drafter-invariant speculative decoding, arXiv:2408.07978.
+.. [3] Steele, Lea, Flood 2014, Fast splittable pseudorandom number generators, OOPSLA (SplitMix64, whose finaliser mixes keys).
+"""
+
+import torch
+from torch import Tensor
+
+from polydraft.operations import operation
+
+_STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+"""SplitMix64 [3]."""
+_TOKEN_STEP, _LOW_FIRST, _LOW_SECOND = 0x9E3779B1, 0x7FEB352D, 0x846CA68B
+"""Step from token to token, and a 32-bit mixer in which every bit of the result depends on every bit of the number."""
+_LOW = 2**32 - 1
+MOST_UNIFORM = 1 - 2**-24
+"""The largest float32 below 1."""
+
+
+def _signed(number: int) -> int:
+    """Return the int64 with the same bits as an unsigned number."""
+    number &= 2**64 - 1
+    return number - 2**64 if number >= 2**63 else number
+
+
+def position_keys(keys_B: Tensor, positions_BG: Tensor) -> Tensor:
+    """Return the key of some positions of each text, given the texts' own keys: bits mixed by SplitMix64's finaliser [3]."""
+    keys_BG = keys_B[:, None] + positions_BG * _signed(_STEP)
+    keys_BG = (keys_BG ^ _shifted(keys_BG, 30)) * _signed(_FIRST)
+    keys_BG = (keys_BG ^ _shifted(keys_BG, 27)) * _signed(_SECOND)
+    return keys_BG ^ _shifted(keys_BG, 31)
+
+
+@operation
+def perturbed(scores_BGV: Tensor, keys_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None) -> Tensor:
+    """Return scores plus scaled standard Gumbel noise, in float32.
+
+    Parameters
+    ----------
+    scores_BGV : Tensor
+    keys_BK : Tensor
+        What `position_keys` returned: one key for each of the G nodes, or one for all nodes of a row.
+    scales_B : Tensor
+        What each row's noise is multiplied by.
+    tokens_D : Tensor, optional
+        Tokens of the columns, if these are not all tokens in order.
+    """
+    tokens_V = torch.arange(scores_BGV.shape[-1], device=keys_BK.device) if tokens_D is None else tokens_D
+    low_BK1, high_BK1 = (keys_BK & _LOW)[..., None], _shifted(keys_BK, 32)[..., None]
+    bits_BKV = _mixed_low((tokens_V * _TOKEN_STEP + low_BK1) & _LOW)
+    bits_BKV = _mixed_low(bits_BKV ^ high_BK1)
+    uniforms_BKV = ((bits_BKV.float() + 0.5) * 2.0**-32).clamp_(max=MOST_UNIFORM)
+    noise_BKV = -torch.log(-torch.log1p(-uniforms_BKV))
+    return torch.add(scores_BGV.float(), noise_BKV * scales_B[:, None, None])
+
+
+def _mixed_low(numbers_X: Tensor) -> Tensor:
+    """Mix the bits of 32-bit numbers, which are held in int64."""
+    numbers_X = ((numbers_X ^ (numbers_X >> 16)) * _LOW_FIRST) & _LOW
+    numbers_X = ((numbers_X ^ (numbers_X >> 15)) * _LOW_SECOND) & _LOW
+    return numbers_X ^ (numbers_X >> 16)
+
+
+def _shifted(numbers_X: Tensor, bits: int) -> Tensor:
+    """Shift the bits of int64 numbers to the right, with zeros on the left."""
+    return torch.bitwise_and(numbers_X >> bits, 2 ** (64 - bits) - 1)

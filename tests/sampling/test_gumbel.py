@@ -1,0 +1,75 @@
+"""Noise that is a function of seed, position and token: its distribution, and that it is like new for each of them."""
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from polydraft import operations
+from polydraft.sampling.gumbel import perturbed, position_keys
+
+SIGNIFICANT = 1e-5
+
+
+@pytest.fixture(params=["reference", "fastest"], autouse=True)
+def _forms(request: pytest.FixtureRequest):
+    backends = operations.BACKENDS if request.param == "fastest" else ()
+    with operations.using(*backends):
+        yield
+
+
+def table(seeds: int, positions: int, tokens: int) -> torch.Tensor:
+    """Return the noise of neighbouring seeds, positions and tokens."""
+    keys_BG = position_keys(torch.arange(seeds), torch.arange(positions).expand(seeds, -1))
+    return noise(keys_BG, tokens)
+
+
+def noise(keys_BG: torch.Tensor, tokens: int, only: torch.Tensor | None = None) -> torch.Tensor:
+    """Return what is added to scores of zero."""
+    columns = tokens if only is None else len(only)
+    return perturbed(torch.zeros(*keys_BG.shape, columns), keys_BG, torch.ones(len(keys_BG)), only)
+
+
+def test_the_distribution_is_gumbel() -> None:
+    noise_BGV = table(20, 50, 1_000)
+    assert noise_BGV.isfinite().all() and noise_BGV.dtype == torch.float32
+    uniforms_X = torch.exp(-torch.exp(-noise_BGV.double())).flatten().numpy()
+    counts_K = np.histogram(uniforms_X, 1_000, (0, 1))[0]
+    assert stats.chisquare(counts_K).pvalue > SIGNIFICANT
+    assert stats.kstest(uniforms_X[::10], "uniform").pvalue > SIGNIFICANT
+
+
+def test_tails_are_those_of_gumbel() -> None:
+    # Rare tokens win by noise that is rarer still: 1 in 100,000 and less must be as rare as that.
+    noise_X = table(40, 50, 10_000).flatten()
+    for chance in (1e-3, 1e-4, 1e-5, 1e-6):
+        above = -np.log(-np.log1p(-chance))
+        found = int((noise_X > above).sum())
+        assert stats.binomtest(found, len(noise_X), chance).pvalue > SIGNIFICANT
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["seeds", "positions", "tokens"])
+@pytest.mark.parametrize("step", [1, 2, 8, 64])
+def test_neighbours_are_independent(axis: int, step: int) -> None:
+    noise_X = table(*(200 if one == axis else 40 for one in range(3)))
+    first_X = noise_X.narrow(axis, 0, 200 - step).flatten().numpy()
+    second_X = noise_X.narrow(axis, step, 200 - step).flatten().numpy()
+    assert stats.spearmanr(first_X, second_X).pvalue > SIGNIFICANT
+    halves = np.histogram2d(stats.rankdata(first_X), stats.rankdata(second_X), bins=8)[0]
+    assert stats.chi2_contingency(halves).pvalue > SIGNIFICANT
+
+
+@pytest.mark.parametrize("sharpness", [0.5, 4.0])
+def test_the_largest_sum_is_a_sample(sharpness: float) -> None:
+    logits_V = sharpness * torch.randn(12, generator=torch.Generator().manual_seed(1))
+    winners_X = (table(100, 400, 12) + logits_V).argmax(-1).flatten().numpy()
+    expected_V = torch.softmax(logits_V.double(), -1).numpy() * len(winners_X)
+    assert stats.chisquare(np.bincount(winners_X, minlength=12), expected_V).pvalue > SIGNIFICANT
+
+
+def test_noise_depends_on_seed_position_and_token_alone() -> None:
+    noise_BGV = table(3, 4, 50)
+    tokens_D = torch.tensor([7, 3, 49])
+    keys_11 = position_keys(torch.tensor([2]), torch.tensor([[3]]))
+    assert torch.equal(noise(keys_11, 50, tokens_D)[0, 0], noise_BGV[2, 3, tokens_D])
+    assert len(noise_BGV.flatten().unique()) > 0.99 * noise_BGV.numel()
