@@ -12,6 +12,7 @@ from polydraft.draft.builder import DraftDistributions
 from polydraft.draft.growth import Grown, Passes
 from polydraft.draft.shaped_builder import FixedBuilder, ranking_params
 from polydraft.sampling import NO_TOKEN, PartialVocabulary, RowParams, SamplingParams
+from polydraft.sampling.params import CoupledParams
 from polydraft.trees import Block, DynamicShape
 
 from .harness import Case, cases, equal
@@ -71,11 +72,14 @@ def same_trees(found: Grown, expected: Grown, tolerance: float) -> None:
 
 @cases("grow_likeliest")
 def _() -> Iterator[Case]:
-    def levels(shape: DynamicShape, known: bool, lead: int, device: str) -> tuple[Any, ...]:
+    greedy = SamplingParams(temperature=0)
+    noisy = CoupledParams(temperature=0.8, top_p=0.9, key=5)
+
+    def levels(shape: DynamicShape, known: bool, lead: int, first_row: SamplingParams, device: str) -> tuple[Any, ...]:
         vocabulary = partial_vocabulary(device) if known else None
         source = DistributionSource(torch.device(device), vocabulary)
         source.lead = lead
-        params = RowParams.of(SamplingParams(temperature=0), ROWS)
+        params = RowParams((first_row, *[greedy] * (ROWS - 1)))
         builder = FixedBuilder(source, shape, params, SIZE)
         distributions = DraftDistributions(source, ranking_params(params, None), SIZE)
         distributions.begin([[1]] * ROWS, range(ROWS), ranking_params(params, None))
@@ -88,6 +92,8 @@ def _() -> Iterator[Case]:
         return shape, Passes(lead, builder.places), distributions, torch.tensor([3, 4], device=device), root_B1V, expand
 
     small, large = DynamicShape(nodes=8, depth=3), DynamicShape(nodes=24, depth=4)
-    yield Case("part of the tokens", partial(levels, small, True, 0), compare=same_trees)
-    yield Case("places before the root", partial(levels, small, False, 2), compare=same_trees, slow=True)
-    yield Case("larger", partial(levels, large, True, 0), compare=same_trees, slow=True)
+    yield Case("part of the tokens", partial(levels, small, True, 0, greedy), compare=same_trees)
+    yield Case("noise", partial(levels, small, True, 0, noisy), compare=same_trees)
+    yield Case("places before the root", partial(levels, small, False, 2, greedy), compare=same_trees, slow=True)
+    yield Case("larger", partial(levels, large, True, 0, greedy), compare=same_trees, slow=True)
+    yield Case("larger, noise", partial(levels, large, False, 0, noisy), compare=same_trees, slow=True)

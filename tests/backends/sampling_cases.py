@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from polydraft.sampling.gumbel import position_keys
-
 from .harness import Case, cases
 
 
@@ -42,15 +40,17 @@ def _() -> Iterator[Case]:
 
 
 @cases("perturbed")
+@cases("largest_perturbed")
 def _() -> Iterator[Case]:
-    def scores(nodes: int, columns: int, one_key: bool, partial_vocabulary: bool, device: str) -> tuple[Any, ...]:
+    def scores(nodes: int, columns: int, shared: bool, partial_vocabulary: bool, device: str) -> tuple[Any, ...]:
         scores_BGV = torch.randn(2, nodes, columns, generator=torch.Generator().manual_seed(columns))
         scores_BGV[0, 0, 0] = -torch.inf
-        keys_BK = position_keys(torch.tensor([7, 2**31]), torch.arange(1 if one_key else nodes).expand(2, -1) * 1000)
+        positions_BK = (torch.arange(1 if shared else nodes).expand(2, -1) * 1000 + 2**20).contiguous().to(device)
         tokens_D = torch.arange(2 * columns).flip(0)[::2].contiguous().to(device) if partial_vocabulary else None
-        return scores_BGV.to(device), keys_BK.to(device), torch.tensor([0.7, 0.0], device=device), tokens_D
+        keys_B, scales_B = torch.tensor([7, 2**31], device=device), torch.tensor([0.7, 0.0], device=device)
+        return scores_BGV.to(device), keys_B, positions_BK, scales_B, tokens_D
 
     for nodes, columns in ((1, 5), (3, 300), (2, 70_000)):
-        for one_key, partial_vocabulary in ((True, False), (False, True)):
-            arguments = partial(scores, nodes, columns, one_key, partial_vocabulary)
-            yield Case(f"{nodes}x{columns}, {one_key}", arguments, tolerance=3e-5)  # logarithms differ in the last places
+        for shared, partial_vocabulary in ((True, False), (False, True)):
+            arguments = partial(scores, nodes, columns, shared, partial_vocabulary)
+            yield Case(f"{nodes}x{columns}, {shared}", arguments, tolerance=3e-5)  # logarithms differ in the last places

@@ -5,14 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-import torch
 
 from covering import all_slow, covering
 from fixed_trees import FixedTrees
 from polydraft.certify.reference import greedy_text
 from polydraft.draft import DRAFTERS, TreeDrafter
 from polydraft.engine import Decoder, Generation
-from polydraft.sampling import SamplingParams, Warper, warper
+from polydraft.sampling import SamplingParams, Warper
 from polydraft.trees import DynamicShape, Topology
 from stand_in import StandIn
 
@@ -109,24 +108,27 @@ def _same_noise_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Warper, "move", lambda self, counts_B: None)
 
 
+def _changed(monkeypatch: pytest.MonkeyPatch, keys: Any = lambda keys_B: keys_B, factor: float = 1.0) -> None:
+    original = Warper._noise
+
+    def noise(self: Warper, depths: Any) -> Any:
+        keys_B, positions_BK, scales_B, tokens_D = original(self, depths)
+        return keys(keys_B), positions_BK, factor * scales_B, tokens_D
+
+    monkeypatch.setattr(Warper, "_noise", noise)
+
+
 def _same_noise_in_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys = warper.position_keys
-    monkeypatch.setattr(warper, "position_keys", lambda keys_B, positions_BG: keys(0 * keys_B, positions_BG))
+    _changed(monkeypatch, keys=lambda keys_B: 0 * keys_B)
 
 
 def _noise_of_another_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    add = warper.perturbed
-    monkeypatch.setattr(warper, "perturbed", lambda scores, keys, scales, tokens: add(scores, keys, 0.9 * scales, tokens))
+    _changed(monkeypatch, factor=0.9)
 
 
-def _noise_that_knows_the_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draw the noise anew in each round: it is forgotten that a rejected token was not this position's."""
-    keys, rounds = warper.position_keys, iter(range(10**9))
-
-    def of_round(keys_B: torch.Tensor, positions_BG: torch.Tensor) -> torch.Tensor:
-        return keys(keys_B + next(rounds), positions_BG)
-
-    monkeypatch.setattr(warper, "position_keys", of_round)
+def _new_noise_in_each_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    passes = iter(range(10**9))
+    _changed(monkeypatch, keys=lambda keys_B: keys_B + next(passes))
 
 
 FAULTS = [_same_noise_everywhere, _same_noise_in_each_row, _noise_of_another_distribution]
@@ -140,7 +142,7 @@ def test_planted_errors_are_caught(monkeypatch: pytest.MonkeyPatch, fault: Any) 
 
 
 def test_noise_of_its_own_for_each_pass_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    _noise_that_knows_the_draft(monkeypatch)
+    _new_noise_in_each_pass(monkeypatch)
     assert texts(coupled(), SamplingParams()) != texts(coupled(drafter="none"), SamplingParams())
 
 

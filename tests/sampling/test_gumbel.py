@@ -6,7 +6,8 @@ import torch
 from scipy import stats
 
 from polydraft import operations
-from polydraft.sampling.gumbel import perturbed, position_keys
+from polydraft.sampling import NO_TOKEN
+from polydraft.sampling.gumbel import largest_perturbed, perturbed
 
 SIGNIFICANT = 1e-5
 
@@ -20,14 +21,13 @@ def _forms(request: pytest.FixtureRequest):
 
 def table(seeds: int, positions: int, tokens: int) -> torch.Tensor:
     """Return the noise of neighbouring seeds, positions and tokens."""
-    keys_BG = position_keys(torch.arange(seeds), torch.arange(positions).expand(seeds, -1))
-    return noise(keys_BG, tokens)
+    return noise(torch.arange(seeds), torch.arange(positions).expand(seeds, -1).contiguous(), tokens)
 
 
-def noise(keys_BG: torch.Tensor, tokens: int, only: torch.Tensor | None = None) -> torch.Tensor:
+def noise(keys_B: torch.Tensor, positions_BG: torch.Tensor, tokens: int, only: torch.Tensor | None = None) -> torch.Tensor:
     """Return what is added to scores of zero."""
     columns = tokens if only is None else len(only)
-    return perturbed(torch.zeros(*keys_BG.shape, columns), keys_BG, torch.ones(len(keys_BG)), only)
+    return perturbed(torch.zeros(*positions_BG.shape, columns), keys_B, positions_BG, torch.ones(len(keys_B)), only)
 
 
 def test_the_distribution_is_gumbel() -> None:
@@ -67,9 +67,22 @@ def test_the_largest_sum_is_a_sample(sharpness: float) -> None:
     assert stats.chisquare(np.bincount(winners_X, minlength=12), expected_V).pvalue > SIGNIFICANT
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1e-3, 0.3, 1.0, 30.0])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
+def test_the_largest_is_found_without_computing_all(temperature: float, spread: float) -> None:
+    generator = torch.Generator().manual_seed(3)
+    scores_BGV = spread * torch.randn(4, 3, 1_000, generator=generator)
+    scores_BGV[1, :, ::2], scores_BGV[2, 1] = -torch.inf, -torch.inf
+    scores_BGV[3, 0, 700], scores_BGV[3, 1, 5], scores_BGV[3, 2, 9] = torch.nan, torch.inf, scores_BGV[3, 2].max()
+    noise = torch.arange(4), torch.arange(3).expand(4, -1).contiguous(), torch.full((4,), temperature), None
+    best_BG = perturbed(scores_BGV, *noise).argmax(-1)
+    best_BG[2, 1], best_BG[3, :2] = NO_TOKEN, NO_TOKEN
+    assert torch.equal(largest_perturbed(scores_BGV, *noise), best_BG)
+
+
 def test_noise_depends_on_seed_position_and_token_alone() -> None:
     noise_BGV = table(3, 4, 50)
     tokens_D = torch.tensor([7, 3, 49])
-    keys_11 = position_keys(torch.tensor([2]), torch.tensor([[3]]))
-    assert torch.equal(noise(keys_11, 50, tokens_D)[0, 0], noise_BGV[2, 3, tokens_D])
+    own_11D = noise(torch.tensor([2]), torch.tensor([[3]]), 50, tokens_D)
+    assert torch.equal(own_11D[0, 0], noise_BGV[2, 3, tokens_D])
     assert len(noise_BGV.flatten().unique()) > 0.99 * noise_BGV.numel()

@@ -232,6 +232,11 @@ class DraftDistributions(ByRow):
         return self._warper.ranking(self._aligned(logits_BWV), paths_BWP)
 
     @property
+    def needs_paths(self) -> bool:
+        """Whether `prepared` depends on the paths to the nodes."""
+        return any(self.params.coupled) and self.params.needs_history
+
+    @property
     def in_order(self) -> bool:
         """Whether the largest logits, if `prepared`, belong to the tokens that rank first."""
         return self._warper.in_order

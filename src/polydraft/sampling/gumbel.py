@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from polydraft.operations import operation
+from polydraft.sampling.categorical import NO_TOKEN
 
 _STEP, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 """SplitMix64 [3]."""
@@ -30,35 +31,49 @@ def _signed(number: int) -> int:
     return number - 2**64 if number >= 2**63 else number
 
 
-def position_keys(keys_B: Tensor, positions_BG: Tensor) -> Tensor:
-    """Return the key of some positions of each text, given the texts' own keys: bits mixed by SplitMix64's finaliser [3]."""
-    keys_BG = keys_B[:, None] + positions_BG * _signed(_STEP)
-    keys_BG = (keys_BG ^ _shifted(keys_BG, 30)) * _signed(_FIRST)
-    keys_BG = (keys_BG ^ _shifted(keys_BG, 27)) * _signed(_SECOND)
-    return keys_BG ^ _shifted(keys_BG, 31)
-
-
 @operation
-def perturbed(scores_BGV: Tensor, keys_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None) -> Tensor:
+def perturbed(scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None) -> Tensor:
     """Return scores plus scaled standard Gumbel noise, in float32.
 
     Parameters
     ----------
     scores_BGV : Tensor
-    keys_BK : Tensor
-        What `position_keys` returned: one key for each of the G nodes, or one for all nodes of a row.
+    keys_B : Tensor
+        One whole number per text, made from its seed.
+    positions_BK : Tensor
+        Positions in the text of the tokens that the scores are for: one for each of the G nodes, or one for all of them.
     scales_B : Tensor
         What each row's noise is multiplied by.
     tokens_D : Tensor, optional
         Tokens of the columns, if these are not all tokens in order.
     """
-    tokens_V = torch.arange(scores_BGV.shape[-1], device=keys_BK.device) if tokens_D is None else tokens_D
-    low_BK1, high_BK1 = (keys_BK & _LOW)[..., None], _shifted(keys_BK, 32)[..., None]
-    bits_BKV = _mixed_low((tokens_V * _TOKEN_STEP + low_BK1) & _LOW)
-    bits_BKV = _mixed_low(bits_BKV ^ high_BK1)
+    tokens_V = torch.arange(scores_BGV.shape[-1], device=keys_B.device) if tokens_D is None else tokens_D
+    keys_BK1 = _mixed(keys_B[:, None] + positions_BK * _signed(_STEP))[..., None]
+    bits_BKV = _mixed_low((tokens_V * _TOKEN_STEP + (keys_BK1 & _LOW)) & _LOW)
+    bits_BKV = _mixed_low(bits_BKV ^ _shifted(keys_BK1, 32))
     uniforms_BKV = ((bits_BKV.float() + 0.5) * 2.0**-32).clamp_(max=MOST_UNIFORM)
     noise_BKV = -torch.log(-torch.log1p(-uniforms_BKV))
     return torch.add(scores_BGV.float(), noise_BKV * scales_B[:, None, None])
+
+
+@operation
+def largest_perturbed(
+    scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None
+) -> Tensor:
+    """Return the column of each node's largest `perturbed` score, `[B, G]`; `NO_TOKEN` if that is not finite.
+
+    Parameters as for `perturbed`. Of equal scores the first one counts.
+    """
+    noisy_BGV = perturbed(scores_BGV, keys_B, positions_BK, scales_B, tokens_D)
+    best_BG1 = noisy_BGV.argmax(-1, keepdim=True)
+    return best_BG1.where(noisy_BGV.gather(-1, best_BG1).abs() < torch.inf, NO_TOKEN)[..., 0]
+
+
+def _mixed(numbers_X: Tensor) -> Tensor:
+    """Mix the bits of int64 numbers with SplitMix64's finaliser [3]."""
+    numbers_X = (numbers_X ^ _shifted(numbers_X, 30)) * _signed(_FIRST)
+    numbers_X = (numbers_X ^ _shifted(numbers_X, 27)) * _signed(_SECOND)
+    return torch.bitwise_xor(numbers_X, _shifted(numbers_X, 31))
 
 
 def _mixed_low(numbers_X: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from polydraft.devices import brought, is_host
 from polydraft.operations import operation
 from polydraft.rows import ByRow
 from polydraft.sampling.categorical import NO_TOKEN
-from polydraft.sampling.gumbel import perturbed, position_keys
+from polydraft.sampling.gumbel import largest_perturbed, perturbed
 from polydraft.sampling.history import History
 from polydraft.sampling.params import CoupledParams, RowParams, SamplingParams, bias_table
 from polydraft.sampling.processing import Processing
@@ -154,12 +154,19 @@ class Warper(ByRow):
         """
         if not self._coupled:
             return logits_BGV
+        return perturbed(self._before_noise(logits_BGV, paths_BGP), *self._noise(depths))
+
+    def _before_noise(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         scores_BGV = logits_BGV if self.params.keeps_order else self._with_penalties(logits_BGV.float(), paths_BGP)
-        if self._numbers.used & {"top_k", "top_p", "min_p"}:
-            scores_BGV = scores_BGV.masked_fill(self._tempered(scores_BGV.float()) == -torch.inf, -torch.inf)
-        keys_BK = position_keys(self._keys.values_B11.view(-1), self._lengths_B[:, None] + depths)
+        if not self._numbers.used & {"top_k", "top_p", "min_p"}:
+            return scores_BGV
+        return scores_BGV.masked_fill(self._tempered(scores_BGV.float()) == -torch.inf, -torch.inf)
+
+    def _noise(self, depths: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """Return what the noise of nodes at these depths is made from, as `perturbed` takes it."""
         tokens_D = None if self._vocabulary is None else self._vocabulary.tokens_D
-        return perturbed(scores_BGV, keys_BK, self._noise_scales.values_B11.view(-1), tokens_D)
+        keys_B, scales_B = self._keys.values_B11.view(-1), self._noise_scales.values_B11.view(-1)
+        return keys_B, self._lengths_B[:, None] + depths, scales_B, tokens_D
 
     def probs(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         """Return the distribution at each node as float32 probabilities.
@@ -209,8 +216,13 @@ class Warper(ByRow):
         plain = self.params.keeps_order and not self.params.all_greedy and not self._numbers.used & {"top_k", "top_p", "min_p"}
         return self._numbers["temperature"].view(-1) if plain else None
 
-    def likeliest(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
-        """Return the token of the largest score at each node; `NO_TOKEN` if that is not finite. Parameters as for `probs`."""
+    def likeliest(self, logits_BGV: Tensor, paths_BGP: Tensor, depths: int | Tensor) -> Tensor:
+        """Return the token of the largest score at each node, with noise in coupled rows; `NO_TOKEN` if that is not finite.
+
+        Parameters as for `prepared`; logits are as the model returned them.
+        """
+        if self._coupled:
+            return largest_perturbed(self._before_noise(logits_BGV, paths_BGP).float(), *self._noise(depths))
         # The order of logits is the same in half precision; only penalties need float32.
         scores_BGV = self._penalised(logits_BGV if self.in_order else logits_BGV.float(), paths_BGP)
         best_BG1 = _argmax(scores_BGV)

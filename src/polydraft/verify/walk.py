@@ -89,11 +89,12 @@ class TargetDistributions(TreeDistributions):
 
     def likeliest(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
         """Return the token of largest logit at one node per row."""
-        return self._warper.likeliest(self._prepared(node_B, path_BP), path_BP[:, None])[:, 0]
+        return self._warper.likeliest(self._logits(node_B), path_BP[:, None], path_BP.shape[1])[:, 0]
 
     def likeliest_everywhere(self, draft: DraftTree) -> Tensor:
         """Return the token of largest logit at each node."""
-        return self._warper.likeliest(self._prepared_everywhere(draft), self._paths(draft))
+        assert self._logits_BNV is not None
+        return self._warper.likeliest(self._logits_BNV, self._paths(draft), draft.depths_BN)
 
     def ranking(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
         """Return weights in the order of the tokens' probabilities, at one node per row; see `Warper.ranking`."""
@@ -106,10 +107,13 @@ class TargetDistributions(TreeDistributions):
         return self._prepared_everywhere(draft) if self.whole and self._warper.in_order and not slow else None
 
     def _prepared(self, node_B: Tensor, path_BP: Tensor) -> Tensor:
-        """Return the logits of one node per row, `[B, 1, V]`, as the warper needs them; nodes are as deep as their paths."""
-        logits_BNV = self._logits_BNV
-        logits_B1V = self._head(_rows(self._features_BNF, node_B)) if logits_BNV is None else _rows(logits_BNV, node_B)
-        return self._warper.prepared(logits_B1V, path_BP[:, None], path_BP.shape[1])
+        """Return the logits of one node per row, `[B, 1, V]`, prepared; the nodes are as deep as their paths."""
+        return self._warper.prepared(self._logits(node_B), path_BP[:, None], path_BP.shape[1])
+
+    def _logits(self, node_B: Tensor) -> Tensor:
+        if self._logits_BNV is not None:
+            return _rows(self._logits_BNV, node_B)
+        return self._head(_rows(self._features_BNF, node_B))
 
     def _prepared_everywhere(self, draft: DraftTree) -> Tensor:
         assert self._logits_BNV is not None

@@ -8,7 +8,7 @@ from polydraft.backends.native.build import library, loaded
 from polydraft.devices import can_sync
 from polydraft.operations import implements
 from polydraft.sampling.categorical import draw_independent
-from polydraft.sampling.gumbel import perturbed
+from polydraft.sampling.gumbel import largest_perturbed, perturbed
 from polydraft.verify.weights import Ranked, largest
 
 _MOST = 64
@@ -59,19 +59,35 @@ def largest_weights(weights_RV: Tensor, count: int) -> Ranked | None:
     return (value_RK, token_RK) if comparable else None
 
 
-def _can_perturb(scores_BGV: Tensor, keys_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None) -> bool:
-    return readable(scores_BGV.flatten(0, 1), torch.float32) and scores_BGV.is_contiguous()
+def _can_perturb(scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None) -> bool:
+    return scores_BGV.is_contiguous() and readable(scores_BGV.flatten(0, 1), torch.float32)
+
+
+def _noise(
+    scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None
+) -> tuple[int | None, ...]:
+    """Return the first arguments of functions that add noise."""
+    (rows, nodes, columns), own_keys = scores_BGV.shape, positions_BK.shape[1]
+    given = keys_B, positions_BK, scales_B, *(() if tokens_D is None else (tokens_D,))
+    assert own_keys in (1, nodes) and all(one.is_contiguous() for one in given)
+    assert keys_B.dtype == positions_BK.dtype == torch.long and (tokens_D is None or tokens_D.dtype == torch.long)
+    numbers = scores_BGV.data_ptr(), rows, own_keys, nodes // own_keys, columns
+    tokens = None if tokens_D is None else tokens_D.data_ptr()
+    return *numbers, keys_B.data_ptr(), positions_BK.data_ptr(), scales_B.data_ptr(), tokens
 
 
 @implements(perturbed, "native", supports=_can_perturb)
-def _perturbed(scores_BGV: Tensor, keys_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None) -> Tensor:
-    rows, nodes, columns = scores_BGV.shape
-    own_keys = keys_BK.shape[1]
-    assert keys_BK.is_contiguous() and scales_B.is_contiguous() and own_keys in (1, nodes)
-    assert tokens_D is None or (tokens_D.is_contiguous() and tokens_D.dtype == torch.long)
+def _perturbed(scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None) -> Tensor:
     noisy_BGV = torch.empty_like(scores_BGV)
-    library().polydraft_perturb(
-        scores_BGV.data_ptr(), rows * own_keys, nodes // own_keys, columns, keys_BK.data_ptr(), scales_B.data_ptr(), own_keys,
-        None if tokens_D is None else tokens_D.data_ptr(), noisy_BGV.data_ptr(),
-    )  # fmt: skip
+    library().polydraft_perturb(*_noise(scores_BGV, keys_B, positions_BK, scales_B, tokens_D), noisy_BGV.data_ptr())
     return noisy_BGV
+
+
+@implements(largest_perturbed, "native", supports=_can_perturb)
+def _largest_perturbed(
+    scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None
+) -> Tensor:
+    columns_BG = torch.empty(scores_BGV.shape[:2], dtype=torch.long)
+    noise = _noise(scores_BGV, keys_B, positions_BK, scales_B, tokens_D)
+    library().polydraft_largest_perturbed(*noise, columns_BG.data_ptr())
+    return columns_BG

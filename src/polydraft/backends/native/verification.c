@@ -409,35 +409,101 @@ static inline uint32_t mixed_low(uint32_t bits) {
     return bits ^ bits >> 16;
 }
 
-static inline float gumbel(uint32_t token, uint32_t low, uint32_t high) {
-    uint32_t bits = mixed_low(mixed_low(token * 0x9E3779B1u + low) ^ high);
-    const uint32_t few = -(uint32_t)(bits < 1u << 25);
+/* The bits that a token's noise is made from; the fewer, the larger the noise. */
+static inline uint32_t noise_bits(uint32_t token, uint32_t low, uint32_t high) {
+    return mixed_low(mixed_low(token * 0x9E3779B1u + low) ^ high);
+}
+
+static inline float gumbel_of(uint32_t bits) {
+    const uint32_t few = -(uint32_t)(bits < 1u << 27);
     bits = LESS(bits, 0xFFFFFF00u);  /* the largest that is rounded to a number below 2^32 */
     const float uniform = ((float)bits + 0.5f) * 0x1p-32f;
-    const float series = uniform * (1 + uniform * (0.5f + uniform * ((float)(1.0 / 3) + uniform * 0.25f)));
+    float series = (float)(1.0 / 5) + uniform * (float)(1.0 / 6);  /* where 1 - uniform would round most of it off */
+    series = uniform * (1 + uniform * (0.5f + uniform * ((float)(1.0 / 3) + uniform * (0.25f + uniform * series))));
     const float exact = -logarithm(1 - uniform);
     return -logarithm(float_of((bits_of(series) & few) | (bits_of(exact) & ~few)));
 }
 
-/* Add scaled Gumbel noise, a function of a key and a token, to scores [keys, nodes, count]; the nodes of a key share its noise.
- * `tokens` are those of the columns, null for all in order. The formula is explained in polydraft.sampling.gumbel. */
-void polydraft_perturb(const float *scores, int64_t keys, int64_t nodes, int64_t count, const uint64_t *key, const float *scales,
-                       int64_t keys_per_row, const int64_t *tokens, float *noisy) {
-    for (int64_t k = 0; k < keys; k++) {
-        const uint32_t low = (uint32_t)key[k], high = (uint32_t)(key[k] >> 32);
-        const float scale = scales[k / keys_per_row];
-        const float *from = scores + k * nodes * count;
-        float *to = noisy + k * nodes * count;
+/* Mix the bits of a text's key and a position: the finaliser of SplitMix64. */
+static uint64_t mixed(uint64_t key, uint64_t position) {
+    key += position * 0x9E3779B97F4A7C15u;
+    key = (key ^ key >> 30) * 0xBF58476D1CE4E5B9u;
+    key = (key ^ key >> 27) * 0x94D049BB133111EBu;
+    return key ^ key >> 31;
+}
+
+/* Add scaled Gumbel noise, a function of key, position and token, to scores [rows, places, nodes, count]; the nodes of a place
+ * have the same position. `tokens` are those of the columns, null for all in order. polydraft.sampling.gumbel has the formula. */
+void polydraft_perturb(const float *scores, int64_t rows, int64_t places, int64_t nodes, int64_t count, const uint64_t *keys,
+                       const uint64_t *positions, const float *scales, const int64_t *tokens, float *noisy) {
+    for (int64_t place = 0; place < rows * places; place++) {
+        const uint64_t key = mixed(keys[place / places], positions[place]);
+        const uint32_t low = (uint32_t)key, high = (uint32_t)(key >> 32);
+        const float scale = scales[place / places], *from = scores + place * nodes * count;
+        float *to = noisy + place * nodes * count;
         if (scale == 0) {
             memcpy(to, from, sizeof(float) * (size_t)(nodes * count));
             continue;
         }
         if (tokens)
-            for (int64_t i = 0; i < count; i++) to[i] = scale * gumbel((uint32_t)tokens[i], low, high);
+            for (int64_t i = 0; i < count; i++) to[i] = scale * gumbel_of(noise_bits((uint32_t)tokens[i], low, high));
         else
-            for (int64_t i = 0; i < count; i++) to[i] = scale * gumbel((uint32_t)i, low, high);
-        for (int64_t node = nodes - 1; node >= 0; node--)  /* the first, which holds the noise, last */
+            for (int64_t i = 0; i < count; i++) to[i] = scale * gumbel_of(noise_bits((uint32_t)i, low, high));
+        for (int64_t node = nodes - 1; node >= 0; node--)  /* last the first, which holds the noise */
             for (int64_t i = 0; i < count; i++) to[node * count + i] = from[node * count + i] + to[i];
+    }
+}
+
+#define MOST_NOISE 23.0f  /* of the fewest bits */
+
+/* An upper bound of the noise of some bits: it is below -log((bits + 1/2) / 2^32), rounded up to powers of 2. */
+static inline float noise_bound(uint32_t bits) {
+    return (float)(160 - (int32_t)(bits_of((float)bits + 0.5f) >> 23)) * 0.69314722f;
+}
+
+/* Find the largest of a node's scores with noise. Noise takes most of the time, so it is computed only where its bound says that
+ * the best so far may be beaten. */
+static int64_t largest_perturbed(const float *score, int64_t count, uint64_t key, float scale, const int64_t *tokens) {
+    enum { STEP = 64 };
+    const uint32_t low = (uint32_t)key, high = (uint32_t)(key >> 32);
+    float best;
+    int64_t column;
+    if (!polydraft_largest(score, count, 1, count, 1, &best, &column)) return NO_TOKEN;
+    if (scale != 0) best += scale * gumbel_of(noise_bits((uint32_t)(tokens ? tokens[column] : column), low, high));
+    for (int64_t first = 0; scale != 0 && first < count; first += STEP) {
+        const int64_t size = LESS(STEP, count - first);
+        const float *from = score + first, least = best - MOST_NOISE * scale;
+        uint32_t bits[STEP];
+        int32_t beaten = size < STEP;
+        if (size == STEP)
+            for (int64_t i = 0; i < STEP; i++) beaten |= from[i] >= least;
+        if (!beaten) continue;
+        if (tokens)
+            for (int64_t i = 0; i < size; i++) bits[i] = noise_bits((uint32_t)tokens[first + i], low, high);
+        else
+            for (int64_t i = 0; i < size; i++) bits[i] = noise_bits((uint32_t)(first + i), low, high);
+        if (size == STEP) {
+            beaten = 0;
+            for (int64_t i = 0; i < STEP; i++) beaten |= from[i] + scale * noise_bound(bits[i]) >= best;
+            if (!beaten) continue;
+        }
+        for (int64_t i = 0; i < size; i++) {
+            if (!(from[i] + scale * noise_bound(bits[i]) >= best)) continue;
+            const float value = from[i] + scale * gumbel_of(bits[i]);
+            if (value > best || (value == best && first + i < column)) best = value, column = first + i;
+        }
+    }
+    return best - best == 0 ? column : NO_TOKEN;
+}
+
+/* Arguments as for `polydraft_perturb`; writes the column of each node's largest score with noise. */
+void polydraft_largest_perturbed(const float *scores, int64_t rows, int64_t places, int64_t nodes, int64_t count,
+                                 const uint64_t *keys, const uint64_t *positions, const float *scales, const int64_t *tokens,
+                                 int64_t *columns) {
+    for (int64_t place = 0; place < rows * places; place++) {
+        const uint64_t key = mixed(keys[place / places], positions[place]);
+        for (int64_t node = place * nodes; node < (place + 1) * nodes; node++)
+            columns[node] = largest_perturbed(scores + node * count, count, key, scales[place / places], tokens);
     }
 }
 

@@ -11,6 +11,7 @@ from polydraft.backends.triton import LEAST_CHILDREN, kernels_run, power_of_two,
 from polydraft.draft.static_builder import plant_columns, plant_largest
 from polydraft.operations import implements
 from polydraft.sampling import PartialVocabulary
+from polydraft.sampling.gumbel import perturbed
 from polydraft.sampling.warper import RANKED_NATS, softened
 from polydraft.verify.hybrid import draw_hybrid
 
@@ -25,6 +26,8 @@ MOST_CHILDREN = 32
 _RANKED = 2048
 _LEAST_KEYS, _KEYS_PER_WARP = 64, 256
 _PLANTED = 128
+_NOISY = 1024
+"""Columns to which one program adds noise."""
 
 
 @implements(softened, "triton", supports=runs_on_tensors)
@@ -129,3 +132,19 @@ def _written(vocabulary: PartialVocabulary | None, tokens_BN: Tensor) -> tuple[T
     """Return the tokens of the columns (a dummy if the vocabulary is whole), and the tensor to write to."""
     assert tokens_BN.stride(1) == 1, "a tree's tokens must be adjacent"
     return tokens_BN if vocabulary is None else vocabulary.tokens_D.contiguous(), tokens_BN
+
+
+@implements(perturbed, "triton", supports=runs_on_tensors)
+def _perturbed(scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None) -> Tensor:
+    from polydraft.backends.triton import gumbel_kernels as kernels
+
+    (batch, nodes, columns), places = scores_BGV.shape, positions_BK.shape[1]
+    assert places in (1, nodes)
+    scores_BGV = side_by_side(scores_BGV)
+    noisy_BGV = torch.empty(scores_BGV.shape, dtype=torch.float32, device=scores_BGV.device)
+    given = keys_B.contiguous(), positions_BK.contiguous(), scales_B.contiguous()
+    kernels.perturb[batch * nodes, -(-columns // _NOISY)](
+        scores_BGV, *given, keys_B if tokens_D is None else tokens_D.contiguous(), noisy_BGV,
+        columns, nodes, places, *scores_BGV.stride()[:2], PARTIAL=tokens_D is not None, BLOCK=_NOISY, num_warps=4,
+    )  # fmt: skip
+    return noisy_BGV

@@ -111,7 +111,9 @@ def _columns(distributions: DraftDistributions, logits_BWV: Tensor) -> int:
 def _supports(
     shape: DynamicShape, passes: Passes, distributions: DraftDistributions, root_B: Tensor, logits_B1V: Tensor, expand: Expand
 ) -> bool:
-    if distributions.temperature_B is None or logits_B1V.dtype == torch.float64 or not kernels_run(logits_B1V):
+    if distributions.temperature_B is None or distributions.needs_paths:
+        return False
+    if logits_B1V.dtype == torch.float64 or not kernels_run(logits_B1V):
         return False
     return _layout_of(shape, passes, distributions, root_B.device).fits(_columns(distributions, logits_B1V))
 
@@ -151,6 +153,7 @@ class _Growing:
         from polydraft.backends.triton import growth_kernels as kernels
 
         layout, level, (batch, width) = self._layout, self._level, logits_BWV.shape[:2]
+        logits_BWV = self._distributions.prepared(logits_BWV, self._facts_3BC[0, :, None, :0], level)
         assert width == layout.widths[level]
         columns, count = _columns(self._distributions, logits_BWV), layout.count
         logits_RV, cut = side_by_side(logits_BWV.flatten(0, 1)), Cut.of(columns, count)
