@@ -25,7 +25,7 @@ def test_json_is_one_object_and_nothing_else(invoke, tiny: str) -> None:
         "total",
         "first_token",
     }
-    assert result["settings"]["draft"] == "early-exit:1" and result["settings"]["scheme"] == "hybrid"
+    assert result["settings"]["draft"] == "early-exit:1" and result["settings"]["scheme"] == "coupled"
 
 
 def test_piped_output_is_the_text_alone(invoke, tiny: str) -> None:

@@ -87,7 +87,7 @@ def test_info_says_which_native_code_runs(invoke, monkeypatch: pytest.MonkeyPatc
 def test_info_as_json(invoke) -> None:
     code, out, _ = invoke("info", "--json")
     facts = json.loads(out)
-    assert code == 0 and set(facts["schemes"]) == set(SCHEMES)
+    assert code == 0 and set(facts["schemes"]) == {"coupled", *SCHEMES}
 
 
 SHIPPED = Path(polydraft.__file__).parent / "drafts" / "smollm2-head"

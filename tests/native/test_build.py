@@ -134,7 +134,7 @@ def test_a_compiler_that_makes_nothing_of_use(monkeypatch, caplog, tmp_path):
 def test_wrong_numbers_are_noticed(monkeypatch, caplog, tmp_path):
     source = tmp_path / "wrong.c"
     names = ["pass", "memory", "product", "product_memory", "instructions"]
-    names += ["pick", "pick_memory", "end", "draw", "draw_memory", "largest"]
+    names += ["pick", "pick_memory", "end", "draw", "draw_memory", "largest", "perturb", "largest_perturbed"]
     source.write_text("".join(f"long polydraft_{name}(void) {{ return 0; }}\n" for name in names))
     wrong = tmp_path / "wrong.so"
     subprocess.run([*compiler.find_compiler(), "-shared", "-fPIC", "-o", wrong, source], check=True, timeout=60)
