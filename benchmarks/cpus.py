@@ -1,14 +1,20 @@
 """Whole texts on this CPU: Hugging Face `generate`, plain decoding and the default, in each dtype; tokens per second.
 
     python benchmarks/cpus.py [--prompts spec_bench.jsonl] [--limit 8] [--tokens 64] [--dtypes float32 int8] [--threads 2]
+    python benchmarks/cpus.py --target qwen.gguf --dtypes float32 --temperatures 0.7 1 --arms default drawn --no-hugging-face
 
-Arms alternate prompt by prompt; prefill is not counted. "same" counts greedy texts that equal plain decoding's.
+The arm `drawn` is the default with candidates that are drawn and verified (`hybrid+block`) instead of coupled. Arms alternate
+prompt by prompt; prefill is not counted; ranges are 95 % intervals over prompts. "same" counts texts that equal plain
+decoding's.
 """
 
 import argparse
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 import torch
 from transformers.utils import logging
 
@@ -17,14 +23,39 @@ from polydraft import SamplingParams
 from polydraft.cli.comparison import hugging_face_text
 from polydraft.engine import Decoder
 from polydraft.prompts import load_prompts
+from polydraft.tune.contest import speedup_interval
+
+
+@dataclass
+class Arm:
+    """What one way of decoding has done, a number per prompt."""
+
+    tokens: list[int] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    passes: list[int] = field(default_factory=list)
+    texts: list[list[int]] = field(default_factory=list)
+
+    def told(self, name: str, plain: "Arm") -> str:
+        """Return a line for people."""
+        ratio, low, high = speedup_interval(np.array([self.tokens, self.seconds, plain.tokens, plain.seconds]).T)
+        line = f"  {name:8} {sum(self.tokens) / sum(self.seconds):7.1f} tokens/s  {ratio:.2f}x plain ({low:.2f} to {high:.2f})"
+        if not self.passes:
+            return line
+        same = sum(one == two for one, two in zip(self.texts, plain.texts, strict=True))
+        return f"{line}  {sum(self.tokens) / sum(self.passes):.2f} tokens per pass  same {same}/{len(self.texts)}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--target", default="smollm2")
+    parser.add_argument("--draft", default="auto")
     parser.add_argument("--prompts", type=Path, help="a file of prompts; the built-in ones otherwise")
     parser.add_argument("--limit", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16", "int8"])
+    parser.add_argument("--temperatures", nargs="*", type=float, default=[0.0, 1.0])
+    parser.add_argument("--arms", nargs="*", choices=["default", "drawn"], default=["default"])
+    parser.add_argument("--hugging-face", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     logging.set_verbosity_error()
@@ -32,35 +63,36 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     texts = [prompt.text for prompt in load_prompts(str(options.prompts or "builtin"), options.limit)]
     for dtype in options.dtypes:
-        plain = polydraft.load(draft="none", dtype=dtype, device="cpu")
-        arms = {"plain": plain, "default": polydraft.load(dtype=dtype, device="cpu")}
-        prompts = [plain.encode(text, chat=True) for text in texts]
-        for temperature in (0.0, 1.0):
-            measure(dtype, temperature, arms, prompts, options.tokens)
+        default = polydraft.load(options.target, options.draft, dtype=dtype, device="cpu")
+        ways = {"default": default, "drawn": default.replace(coupled=False)}
+        decoders = {"plain": default.replace(drafter=None), **{name: ways[name] for name in options.arms}}
+        prompts = [default.encode(text, chat=default.tokenizer.chat_template is not None) for text in texts]
+        for temperature in options.temperatures:
+            with_peer = options.hugging_face and dtype != "int8"
+            arms = measure(temperature, decoders, prompts, options.tokens, with_peer)
+            lines = [arm.told(name, arms["plain"]) for name, arm in arms.items()]
+            print("\n".join([f"{dtype} T={temperature:g}", *lines]), flush=True)
 
 
-def measure(dtype: str, temperature: float, arms: dict[str, Decoder], prompts: list[list[int]], tokens: int) -> None:
+def measure(
+    temperature: float, decoders: dict[str, Decoder], prompts: Sequence[list[int]], tokens: int, with_peer: bool
+) -> dict[str, Arm]:
     sampling = SamplingParams(temperature=temperature)
-    spent = dict.fromkeys(["hf", *arms], 0.0)
-    made = dict.fromkeys(["hf", *arms], 0)
-    passes, same = dict.fromkeys(arms, 0), 0
+    arms = {name: Arm() for name in [*(["hf"] if with_peer else []), *decoders]}
     for turn, prompt in enumerate([prompts[0], *prompts]):  # the first text only warms up
-        if dtype != "int8":
-            count, seconds = hugging_face(arms["plain"], prompt, temperature, tokens if turn else 8)
-            made["hf"], spent["hf"] = made["hf"] + count * bool(turn), spent["hf"] + seconds * bool(turn)
-        found = {}
-        for name, decoder in arms.items():
-            result = decoder.generate(prompt, sampling=sampling, max_new_tokens=tokens if turn else 8, seed=7)
-            found[name] = result.token_ids
+        if with_peer:
+            count, seconds = hugging_face(decoders["plain"], prompt, temperature, tokens if turn else 8)
             if turn:
-                made[name] += result.stats.new_tokens
-                spent[name] += result.stats.decode_seconds
-                passes[name] += result.stats.passes
-        same += bool(turn) and found["plain"] == found["default"]
-    speed = {name: made[name] / spent[name] for name in spent if spent[name]}
-    ratios = ", ".join(f"{name} {value:.1f} ({value / speed['plain']:.2f}x plain)" for name, value in speed.items())
-    told = f"; same {same}/{len(prompts)}" if temperature == 0 else ""
-    print(f"{dtype} T={temperature:g}: {ratios}; tokens per pass {made['default'] / passes['default']:.2f}{told}", flush=True)
+                arms["hf"].tokens.append(count)
+                arms["hf"].seconds.append(seconds)
+        for name, decoder in decoders.items():
+            result = decoder.generate(prompt, sampling=sampling, max_new_tokens=tokens if turn else 8, seed=7 + turn)
+            if turn:
+                arms[name].tokens.append(result.stats.new_tokens)
+                arms[name].seconds.append(result.stats.decode_seconds)
+                arms[name].passes.append(result.stats.passes)
+                arms[name].texts.append(result.token_ids)
+    return arms
 
 
 def hugging_face(decoder: Decoder, prompt: list[int], temperature: float, tokens: int) -> tuple[int, float]:

@@ -39,7 +39,9 @@ def end_to_end(options: argparse.Namespace) -> dict[str, float]:
     bare = usual.replace(tokenizer=None)  # without detokenizing
     arms = {"plain": bare.replace(drafter=None)}
     for spec in options.trees or TREES:
-        arms[spec] = bare if spec == "default" else bare.replace(drafter=drafter_of(spec, head, usual))
+        shape = spec.removesuffix(",coupled")
+        one = bare.replace(coupled=shape != spec)
+        arms[spec] = one if shape == "default" else one.replace(drafter=drafter_of(shape, head, usual))
     rows: dict[str, float] = {}
     for temperature in options.temperatures:
         sampling = SamplingParams(temperature=temperature)
@@ -163,7 +165,9 @@ def alike(options: argparse.Namespace) -> dict[str, int]:
     bare, greedy = usual.replace(tokenizer=None), SamplingParams(temperature=0)
     arms = {"plain": bare.replace(drafter=None)}
     for spec in options.trees or ALIKE:
-        arms[spec] = bare if spec == "default" else bare.replace(drafter=drafter_of(spec, head, usual))
+        shape = spec.removesuffix(",coupled")
+        one = bare.replace(coupled=shape != spec)
+        arms[spec] = one if shape == "default" else one.replace(drafter=drafter_of(shape, head, usual))
     found: dict[str, int] = {}
     expected: list[list[int]] = []
     for rows in (1, 8):

@@ -152,12 +152,12 @@ def test_distributions_do_not_depend_on_company(of_draft: bool) -> None:
     together = Warper(PARAMS, VOCABULARY, prompts, device, of_draft, vocabulary)
     emitted = [[4, 4, row] for row in range(len(PARAMS))]
     together.advance(emitted)
-    probs_BGV, best_BG = together.probs(logits_BGV, paths_BGP), together.likeliest(logits_BGV, paths_BGP)
+    probs_BGV, best_BG = together.probs(logits_BGV, paths_BGP), together.likeliest(logits_BGV, paths_BGP, 0)
     for row, params in enumerate(PARAMS):
         rows = slice(row, row + 1)
         alone = Warper(params, VOCABULARY, prompts[rows], device, of_draft, vocabulary)
         alone.advance(emitted[rows])
-        assert alone.likeliest(logits_BGV[rows], paths_BGP[rows]).equal(best_BG[rows])
+        assert alone.likeliest(logits_BGV[rows], paths_BGP[rows], 0).equal(best_BG[rows])
         if params.temperature > 0:
             assert alone.probs(logits_BGV[rows], paths_BGP[rows]).equal(probs_BGV[rows])
 

@@ -26,8 +26,8 @@ _TARGET = (
     "Show what this model is and what would make it faster: smollm2, a folder, a GGUF file or a hub name. No weights are read."
 )
 _WIDEST = 120
-_COUPLED = "Same seed, same text, whatever the draft: noise that draft and target share decides every token."
 """Most columns of a line."""
+_COUPLED = "Same seed, same text, whatever the draft: noise that draft and target share decides every token."
 
 
 @click.command("info")
