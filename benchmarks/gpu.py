@@ -55,8 +55,9 @@ def main() -> None:
     parser.add_argument("--hugging-face", type=int, default=4, metavar="N", help="prompts that its `generate` decodes as well")
     parser.add_argument("--target", default="inflated:7b", help="of the end-to-end run; smollm2 is the bundled model itself")
     parser.add_argument("--draft", default="smollm2-head", help="of that target, a folder or a name")
-    parser.add_argument("--trees", nargs="*", 
-                        help="default, trees, with a scheme if wished (4x2x1,top; default,coupled), or n-grams (4x2x1+32)")
+    parser.add_argument(
+        "--trees", nargs="*", help="default, trees, with a scheme if wished (4x2x1,top; default,coupled), or n-grams (4x2x1+32)"
+    )
     options = parser.parse_args(namespace=OPTIONS)
     torch.cuda.init()
     figures: dict[str, object] = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}

@@ -82,7 +82,7 @@ async def ask(
         request = Request([text], arm, asyncio.get_running_loop(), constrained=constrained)
         scheduler.submit(request)
         while True:
-            progress = await request.next()
+            progress = await request.events.get()
             if progress.error is not None:
                 raise progress.error
             found += len(progress.emitted.token_ids)

@@ -84,7 +84,7 @@ async def one_client(
         request, last = Request([text], arm, asyncio.get_running_loop()), 0.0
         scheduler.submit(request)
         while True:
-            progress = await request.next()
+            progress = await request.events.get()
             now = time.perf_counter()
             if progress.error is not None:
                 raise progress.error

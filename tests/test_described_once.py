@@ -17,7 +17,7 @@ from polydraft.cli.certify import _decoder as certify
 from polydraft.cli.generate import BeamChoices
 from polydraft.cli.generate import command as generate
 from polydraft.cli.options import Choices, GroupedCommand, options_of
-from polydraft.defaults import DEFAULTS, NONE, PAIRS, Pair, asked_for, default_tree
+from polydraft.defaults import DEFAULTS, NONE, PAIRS, Default, Pair, asked_for, default_tree
 from polydraft.described import described_by, options_in
 from polydraft.draft import TreeDrafter
 from polydraft.draft.speedup import Costs
@@ -30,7 +30,7 @@ from polydraft.lab.bench.method import MethodSpec
 from polydraft.lab.bench.options import BenchOptions, method_options
 from polydraft.lab.commands.bench import command as bench
 from polydraft.models.int8_copy import NAME as INT8
-from polydraft.options import AUTO, BY_LOAD, LoadOptions, NgramOptions, TreeOptions
+from polydraft.options import AUTO, BY_LOAD, COUPLED, LoadOptions, NgramOptions, TreeOptions
 from polydraft.papers.decision import DEFAULT_THRESHOLD
 from polydraft.sampling import SamplingParams
 from polydraft.trees import parse_tree
@@ -192,8 +192,9 @@ def default_table() -> Iterator[str]:
             yield f"| {pair.words} | {place} | {' | '.join(trees_of(pair, gpu=gpu, dtype=dtype))} |"
     (greedy, greedy_walk), (drawn, drawn_walk) = VERIFIERS.values()
     yield ""
-    yield f"Trees from a draft are drawn and verified by `{greedy}` and `{greedy_walk}` at temperature 0, and by `{drawn}` and"
-    yield f"`{drawn_walk}` above; n-grams by `node`. Models run in bfloat16 where the hardware computes in it, else in float32."
+    yield f"At temperature 0, trees from a draft are verified by `{greedy}` and `{greedy_walk}`. Above, texts are `{COUPLED}`"
+    yield f"on a CPU ([schemes](schemes.md)); on a GPU, trees are drawn and verified by `{drawn}` and `{drawn_walk}`, n-grams"
+    yield "by `node`. Models run in bfloat16 where the hardware computes in it, else in float32."
 
 
 def test_the_page_shows_the_defaults() -> None:
@@ -215,14 +216,16 @@ def test_defaults_are_options_that_can_be_given() -> None:
         assert LoadOptions(pair.target, pair.draft, drafter=pair.drafter).draft == pair.draft
 
 
-@pytest.mark.parametrize("tree", [one.tree for one in DEFAULTS])
+@pytest.mark.parametrize("default", DEFAULTS, ids=lambda one: f"{one.tree}, gpu={one.gpu}")
 @pytest.mark.parametrize("temperature", VERIFIERS)
-def test_the_default_verifiers_are_those_of_a_decoder(tree: str, temperature: float) -> None:
-    options, pair = LoadOptions(tree=tree), echo_pair()
+def test_the_default_verifiers_are_those_of_a_decoder(default: Default, temperature: float) -> None:
+    options, pair = LoadOptions(tree=default.tree), echo_pair()
     (dynamic, topology), greedy = options.shape, options.greedy
     drafter = TreeDrafter(pair.draft, dynamic or topology, greedy=greedy, costs=COSTS)
-    settings = Decoder(pair.target, drafter).stream([1, 2], sampling=SamplingParams(temperature=temperature)).settings
-    assert (settings["scheme"], settings["walk"]) == VERIFIERS[temperature]
+    decoder = Decoder(pair.target, drafter, coupled=options.couples(on_host=not default.gpu))
+    settings = decoder.stream([1, 2], sampling=SamplingParams(temperature=temperature)).settings
+    expected = VERIFIERS[temperature] if default.gpu or temperature == 0 else (COUPLED, "node")
+    assert (settings["scheme"], settings["walk"]) == expected
 
 
 def test_options_are_values() -> None:
@@ -232,7 +235,9 @@ def test_options_are_values() -> None:
     assert dataclasses.replace(options, tree="auto").draft == "early-exit:2"
     for wrong, message in (
         ({"tree": "bush"}, "unknown tree 'bush'"),
-        ({"tree": "dynamic:8", "scheme": "naive"}, "dynamic trees choose their own"),
+        ({"tree": "dynamic:8", "scheme": "naive"}, "dynamic trees draw nothing"),
+        ({"tree": "dynamic:8", "walk": "block"}, "dynamic trees draw nothing"),
+        ({"scheme": "coupled", "walk": "node"}, "which needs none"),
         ({"draft_temperature": "warm"}, "draft_temperature='warm' is out of range"),
         ({"stop_below": 2.0}, "decision threshold 2.0"),
         ({"lossy": "all"}, "unknown lossy rule 'all'"),

@@ -106,7 +106,11 @@ class TreeOptions:
         shapes = () if self.tree == AUTO else (*self.shape, self.greedy)
         if self.tree_scheme != AUTO and any(isinstance(shape, DynamicShape) for shape in shapes):
             raise UsageError(
-                f"scheme {self.scheme!r} does not work with tree {self.tree!r}: dynamic trees choose their own; leave it out"
+                f"scheme {self.scheme!r} does not work with tree {self.tree!r}: dynamic trees draw nothing; leave it out"
+            )
+        if self.walk not in (AUTO, "node") and self.is_dynamic:
+            raise UsageError(
+                f"walk {self.walk!r} does not work with tree {self.tree!r}: dynamic trees draw nothing; leave it out"
             )
         if self.greedy is not None and self.shape[0] is not None:
             raise UsageError(
@@ -124,7 +128,12 @@ class TreeOptions:
 
     def couples(self, *, on_host: bool) -> bool:
         """Whether texts above temperature 0 are coupled, on a CPU or not."""
-        return self.scheme == COUPLED or (on_host and self.scheme == self.walk == AUTO)
+        return self.scheme == COUPLED or (on_host and self.scheme == AUTO and (self.walk == AUTO or self.is_dynamic))
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether a dynamic tree is named."""
+        return self.tree != AUTO and self.shape[0] is not None
 
     @property
     def shape(self) -> "tuple[DynamicShape | None, Topology]":

@@ -11,7 +11,7 @@ USAGE = {
     "no depth": (["--tree", "dynamic:8:0"], "dynamic tree of depth 0"),
     "too deep": (["--tree", "dynamic:4:4"], "allowed: 1 to 3"),
     "not a dynamic tree": (["--tree", "dynamic:few"], "unknown tree 'dynamic:few'; allowed: dynamic, dynamic:NODES"),
-    "a scheme of one's own": (["--tree", "dynamic:8", "--scheme", "race"], "dynamic trees choose their own"),
+    "a scheme of one's own": (["--tree", "dynamic:8", "--scheme", "race"], "dynamic trees draw nothing"),
     "fork without width": (["--tree", "fork:0x3"], "tree width 0"),
     "fork without depth": (["--tree", "target-root:3x0"], "fork depth 0"),
     "threshold above 1": (["--set", "stop_below=1.5"], "threshold 1.5 (stop_below) is out of range; allowed: 0"),

@@ -5,11 +5,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-import torch
 
 from polydraft.certify.reference import echo_pair
 from polydraft.draft import costs as measured
-from polydraft.draft.candidates import gains
 from polydraft.draft.costs import GRAMS, SCHEMES_MEASURED, costs_of, measure, measured_costs, rising
 
 NOISY = {1: 44.2, 4: 55.2, 8: 47.5, 16: 49.9, 24: 59.6}
@@ -49,12 +47,6 @@ def test_a_captured_round_needs_no_host_and_verifies_once() -> None:
     }
     drawn = costs_of(table, "hybrid")
     assert (drawn.draft_level, drawn.overhead, drawn.tree_pass(8)) == (5 / 32, 2 / 32, 42 / 32)
-
-
-def test_what_children_bring_is_computed_where_the_probabilities_are() -> None:
-    device = torch.device("meta")  # stands for a GPU: nothing of the host's may be mixed in
-    found = gains(torch.empty(6, 4, dtype=torch.float64, device=device), torch.empty(2, 3, dtype=torch.float64, device=device))
-    assert found.device == device and found.shape == (2, 3, 4)
 
 
 def test_a_table_is_measured_kept_and_measured_again_if_it_is_an_old_one(

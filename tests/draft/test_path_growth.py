@@ -77,22 +77,6 @@ def test_tables_agree_with_each_other(temperature: float) -> None:
     assert not torch.equal(tree.ancestors_BNN[0], tree.ancestors_BNN[1]), "rows have their own shapes"
 
 
-def test_distributions_of_drawn_children_are_those_of_their_nodes() -> None:
-    tree = proposed(DynamicShape(nodes=24, depth=4), SamplingParams(temperature=1.0))
-    compared = 0
-    for row, text in enumerate(TEXTS):
-        nodes = {(): 0, **paths_of(tree, row)}
-        for path, node in nodes.items():
-            if tree.child_table_BNK[row, node].any():
-                node_B = torch.full((len(TEXTS),), node)
-                distribution_V = torch.softmax(DRAFT.logits_after([*text, *path]).float(), -1)
-                torch.testing.assert_close(
-                    tree.draft_distribution(len(path), node_B)[row], distribution_V, rtol=1e-5, atol=1e-7
-                )
-                compared += 1
-    assert compared > 6
-
-
 def test_a_dear_pass_makes_small_trees() -> None:
     steep = Costs(draft_level=0.01, tree_pass=lambda nodes: 1 + 0.2 * (nodes - 1))
     small, large = (proposed(DynamicShape(nodes=32, depth=4), SamplingParams(temperature=0), costs) for costs in (steep, FLAT))

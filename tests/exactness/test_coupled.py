@@ -1,6 +1,6 @@
 """Coupled texts: a seed gives the text of plain decoding, whatever drafts; and plain texts follow the target's distribution."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +9,7 @@ import pytest
 from covering import all_slow, covering
 from fixed_trees import FixedTrees
 from polydraft.certify.reference import greedy_text
-from polydraft.draft import DRAFTERS, TreeDrafter
+from polydraft.draft import DRAFTERS, Drafter, TreeDrafter
 from polydraft.engine import Decoder, Generation
 from polydraft.sampling import SamplingParams, Warper
 from polydraft.trees import DynamicShape, Topology
@@ -30,6 +30,11 @@ SAMPLINGS: dict[str, Any] = {
 SEEDS = [5, 6, 7]
 NEW_TOKENS = 30
 SHAPE = DynamicShape(nodes=24, depth=4)
+OF_TREES: dict[str, Callable[[Any], Drafter]] = {
+    "static": lambda model: TreeDrafter(model, Topology.fork(1, 4)),
+    "dynamic": lambda model: TreeDrafter(model, SHAPE, costs=CHEAP),
+    "fixed": lambda model: FixedTrees(model, SHAPE),
+}
 
 
 def coupled(**options: Any) -> Decoder:
@@ -67,11 +72,18 @@ def test_every_tree_gives_the_text_of_plain_decoding(tree: str) -> None:
 @pytest.mark.parametrize("sampling", ["plain", "truncated", "penalties"])
 def test_a_draft_equal_to_the_target_is_always_accepted(sampling: str) -> None:
     # Draft and target have the same noise only if both count positions alike: otherwise acceptance falls, never exactness.
-    drafters = [TreeDrafter(TARGET, Topology.fork(1, 4)), TreeDrafter(TARGET, SHAPE, costs=CHEAP), FixedTrees(TARGET, SHAPE)]
-    for drafter in drafters:
-        decoder = Decoder(TARGET, drafter, coupled=True)
+    for make in OF_TREES.values():
+        decoder = Decoder(TARGET, make(TARGET), coupled=True)
         stats = decoder.generate(RAGGED_PROMPTS * 5, sampling=SAMPLINGS[sampling], max_new_tokens=40, seed=1)[0].stats
         assert stats.acceptance_rate == 1.0 and stats.tokens_per_pass > 2.5
+
+
+@pytest.mark.parametrize("kind", OF_TREES)
+def test_greedy_texts_are_drafted_without_noise(kind: str) -> None:
+    # Noise would cost them acceptance, never exactness.
+    decoders = [Decoder(TARGET, OF_TREES[kind](DRAFT), coupled=coupled) for coupled in (True, False)]
+    runs = [decoder.generate(RAGGED_PROMPTS, sampling=GREEDY, max_new_tokens=40) for decoder in decoders]
+    assert [one.stats.accepts_by_depth for one in runs[0]] == [one.stats.accepts_by_depth for one in runs[1]]
 
 
 def test_settings_name_the_scheme() -> None:

@@ -153,7 +153,7 @@ def test_verification_finds_the_certain_children_that_were_drawn(threshold: floa
         draft_RV[::3] = (4 * torch.rand(67, vocabulary, generator=generator)).round()  # equal weights, and none
         for count in (1, 2, 4):
             children_RK = scheme.draw(draft_RV, torch.rand(200, count, generator=generator, dtype=torch.float64))
-            drawn_R = split(draft_RV, count, threshold, count)[1].sum(-1)
+            drawn_R = split(draft_RV, count, threshold)[1].sum(-1)
             for row in range(0, 200, 7):  # one row alone, as at verification
                 children_1K = torch.nn.functional.pad(children_RK[row : row + 1], (0, 1), value=NO_TOKEN)
                 distribution_1V = draft_RV[row : row + 1]

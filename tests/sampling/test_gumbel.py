@@ -77,7 +77,21 @@ def test_the_largest_is_found_without_computing_all(temperature: float, spread: 
     noise = torch.arange(4), torch.arange(3).expand(4, -1).contiguous(), torch.full((4,), temperature), None
     best_BG = perturbed(scores_BGV, *noise).argmax(-1)
     best_BG[2, 1], best_BG[3, :2] = NO_TOKEN, NO_TOKEN
-    assert torch.equal(largest_perturbed(scores_BGV, *noise), best_BG)
+    assert torch.equal(largest_perturbed(scores_BGV, *noise)[..., 0], best_BG)
+    for count in (3, 64):
+        value_BGK, best_BGK = (
+            part_BGV[..., :count] for part_BGV in perturbed(scores_BGV, *noise).sort(dim=-1, descending=True, stable=True)
+        )
+        found_BGK = largest_perturbed(scores_BGV, *noise, count)
+        fair_BG = torch.ones(4, 3, dtype=torch.bool)
+        fair_BG[3, :2] = False  # NaN and infinity: the first one says so, the others do not matter
+        assert torch.equal(found_BGK[fair_BG], best_BGK.where(value_BGK > -torch.inf, NO_TOKEN)[fair_BG])
+
+
+def test_fewer_columns_than_asked_for() -> None:
+    noise = torch.arange(1), torch.zeros(1, 1, dtype=torch.long), torch.ones(1), None
+    found_11K = largest_perturbed(torch.zeros(1, 1, 2), *noise, 4)
+    assert sorted(found_11K.flatten().tolist()) == [NO_TOKEN, NO_TOKEN, 0, 1]
 
 
 def test_noise_depends_on_seed_position_and_token_alone() -> None:

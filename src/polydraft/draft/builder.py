@@ -223,6 +223,15 @@ class DraftDistributions(ByRow):
             return logits_BWV
         return self._warper.prepared(self._aligned(logits_BWV), paths_BWP, depth)
 
+    def largest(self, logits_BWV: Tensor, paths_BWP: Tensor, depth: int, count: int) -> Tensor | None:
+        """Return the columns of the largest noisy scores of nodes at some depth, `[B, W, count]`, not `prepared`.
+
+        None if no row is coupled. On a host that is faster than to add noise to all scores.
+        """
+        if not any(self.params.coupled):
+            return None
+        return self._warper.largest(self._aligned(logits_BWV), paths_BWP, depth, count)
+
     def probs(self, logits_BWV: Tensor, paths_BWP: Tensor) -> Tensor:
         """Return the probabilities after some paths, over the draft's own columns if its vocabulary is partial."""
         return self._warper.probs(self._aligned(logits_BWV), paths_BWP)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from polydraft.devices import can_sync, captures, cpu_features, wait_for
-from polydraft.draft.candidates import best_children, drawn_children, gains
+from polydraft.draft.candidates import best_children
 from polydraft.draft.speedup import Costs, cost_curve
 from polydraft.draft.trie import Limits, as_draft_tree, grow, trie_ladder
 from polydraft.errors import first_line
@@ -30,7 +30,6 @@ from polydraft.output import cache_root, written_whole
 from polydraft.sampling import SamplingParams, Warper, draw_one
 from polydraft.trees import Block, DraftTree, Topology, causal_block
 from polydraft.verify import SCHEMES, BlockWalk, Naive, NodeWalk, TargetDistributions, Verdict
-from polydraft.verify.weights import largest
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ _TOGETHER = 4
 """Runs timed together on a GPU, to wait for the device only once."""
 _DISTURBED = 1.6
 """If the third quartile of repeated times is more than this multiple of the first, the machine was busy."""
-_EDITION = 2
+_EDITION = 3
 """Version of the tables; older ones are measured again."""
 _tables: dict[Path, dict[str, Any]] = {}
 """Tables that this process has read or measured."""
@@ -276,19 +275,14 @@ def _draft_level(draft: LanguageModel | Head, name: str, beam: int) -> Callable[
     width = 1 if isinstance(draft, Int8Copy) else beam if name == "top" else _DRAWING
     logits, device, scheme = _draft_pass(draft, width), draft.device, SCHEMES.get(name)()
     scores_1W = torch.zeros(1, width, device=device, dtype=torch.float64)
-    counts_1W = torch.full((1, width), min(_CHILDREN, draft.num_columns), device=device)
     uniforms_1U = torch.rand(1, width * _CHILDREN, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
 
     def work() -> None:
         probs_1WD = torch.softmax(logits().float(), -1)
         if name == "top":
             best_children(scores_1W, probs_1WD, 2 * beam, 8 * beam)
-        elif captures(device):  # captured rounds draw static trees
-            scheme.draw(probs_1WD[0], uniforms_1U.view(width, _CHILDREN))
         else:
-            ranked = largest(probs_1WD.flatten(0, 1), _CHILDREN)
-            gains(ranked[0], scores_1W)
-            drawn_children(scheme, scores_1W, probs_1WD, ranked, counts_1W, uniforms_1U)
+            scheme.draw(probs_1WD[0], uniforms_1U.view(width, _CHILDREN))
 
     return work
 

@@ -22,7 +22,9 @@ class Drafter(ABC):
     model: LanguageModel | Head | None = None
     """The draft, if there is one."""
     topology: Topology | DynamicShape | None = None
-    """Shape of the drawn trees."""
+    """Shape of the trees."""
+    ranked: bool = False
+    """Whether its trees on a CPU hold the likeliest tokens, not drawn ones; above temperature 0, that pays in coupled texts."""
 
     @abstractmethod
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:

@@ -4,7 +4,7 @@
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -37,8 +37,6 @@ class Grown:
     draft: DraftTree
     places_BN: Tensor
     """Place of each node with children in the draft's passes; arbitrary for others."""
-    slots_BN: Tensor | None = None
-    """Its index among the nodes of its level, 0 for others; only if needed."""
 
 
 class Growing:
@@ -110,7 +108,7 @@ class Growing:
         table_TBC = torch.cat([*self._tables(), missing_T11.expand(-1, len(keep_BC), -1)], 2)
         table_TBM = table_TBC.gather(2, index_BM.expand(len(missing_T11), -1, -1))
         kept_BN = torch.nn.functional.pad(index_BM < total, (1, 0))
-        tokens_BN, above_BN, slots_BN, places_BN, depths_BN = torch.nn.functional.pad(table_TBM, (1, 0)).unbind()
+        tokens_BN, above_BN, places_BN, depths_BN = torch.nn.functional.pad(table_TBM, (1, 0)).unbind()
         tokens_BN[:, 0].copy_(self.root_B)
         places_BN[:, 0].fill_(lead)
         parent_BN = node_of_BC.gather(1, above_BN)
@@ -121,10 +119,10 @@ class Growing:
             _children(parent_BN, kept_BN, min(branch, most)),
             depth,
         )
-        return Grown(draft, places_BN, slots_BN)
+        return Grown(draft, places_BN)
 
     def _tables(self) -> Iterator[Tensor]:
-        """Yield, for each level's candidates: token; parent's number, 0 for the root; slot in the front; place; depth."""
+        """Yield, for each level's candidates: token; parent's number, 0 for the root; place; depth."""
         start, first = 0, self._passes.lead + 1
         for number, level in enumerate(self.levels):
             above_BX, slot_BX = torch.zeros_like(level.parents_BX), torch.zeros_like(level.parents_BX)
@@ -137,13 +135,13 @@ class Growing:
             # At the last level all get the first place, which may not exist.
             place_BX = slot_BX + min(first, self._passes.most - 1)
             first += self.fronts[number].places_BW.shape[1] if number < len(self.fronts) else 0
-            yield torch.stack([level.tokens_BX, above_BX, slot_BX, place_BX, torch.full_like(slot_BX, number + 1)])
+            yield torch.stack([level.tokens_BX, above_BX, place_BX, torch.full_like(slot_BX, number + 1)])
 
 
 @cache
 def _missing(lead: int, device: torch.device) -> Tensor:
     """Return the column of a missing candidate in the tables of `Growing`."""
-    return torch.tensor([NO_TOKEN, 0, 0, lead, 0], device=device)[:, None, None]
+    return torch.tensor([NO_TOKEN, 0, lead, 0], device=device)[:, None, None]
 
 
 def _ancestors(parent_BN: Tensor, levels: int) -> Tensor:
@@ -165,6 +163,14 @@ def _children(parent_BN: Tensor, kept_BN: Tensor, branch: int) -> Tensor:
     table_BX = parent_BN.new_zeros(rows, nodes * branch + 1)
     table_BX.scatter_(1, slot_BN, torch.arange(nodes, device=parent_BN.device).expand(rows, -1))
     return table_BX[:, :-1].view(rows, nodes, branch)
+
+
+def likeliest_level(shape: DynamicShape, distributions: DraftDistributions, growing: Growing, logits_BWV: Tensor) -> Level:
+    """Return the likeliest candidates below the nodes that get children next, given the draft's logits there."""
+    paths_BWP = growing.paths_BWP
+    probs_BWV = distributions.probs(distributions.prepared(logits_BWV, paths_BWP, len(growing.levels)), paths_BWP)
+    level = best_children(growing.scores_BW, probs_BWV, shape.branch, shape.nodes - 1)
+    return replace(level, tokens_BX=distributions.tokens(level.tokens_BX))
 
 
 @operation
@@ -199,10 +205,7 @@ def grow_likeliest(
         if depth:
             front = Front.of(growing.levels[-1], shape.beam)
             logits_BWV = expand(front.tokens_BW, front.parents_BW, growing.pass_on(front))
-        paths_BWP = growing.paths_BWP
-        probs_BWV = distributions.probs(distributions.prepared(logits_BWV, paths_BWP, depth), paths_BWP)
-        level = best_children(growing.scores_BW, probs_BWV, shape.branch, shape.nodes - 1)
-        growing.levels.append(Level(distributions.tokens(level.tokens_BX), level.parents_BX, level.scores_BX))
+        growing.levels.append(likeliest_level(shape, distributions, growing, logits_BWV))
     value_BM, index_BM = best(growing.scores_BC, shape.nodes - 1)
     keep_BC = torch.zeros_like(growing.scores_BC, dtype=torch.bool).scatter_(1, index_BM, value_BM > -torch.inf)
     return growing.tree(keep_BC, index_BM.shape[1], shape.branch, shape.depth)

@@ -1,13 +1,12 @@
 """Whether drafting pays on a CPU, and how large a tree: by what rounds cost there and what they brought recently.
 
-Every decision depends on the past, on the draft's probabilities and on tokens drawn higher up, never on this round's random
-numbers for verification, nor on the children whose number it decides. So any decision is exact (docs/theory.md).
+Every decision depends on the past, on the draft's probabilities and on tokens higher up, never on this round's random numbers
+for verification. So any decision is exact (docs/theory.md).
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -20,10 +19,8 @@ _MEMORY, _RATE_MEMORY = 0.97, 0.97
 _PRIOR, _RATE_PRIOR = 16.0, 8.0
 """Weight of the initial beliefs about each, in rounds."""
 _LEAST_GROWTH = 0.1
-_FURTHER = 1.3
-"""Value of a drawn child with its descendants, per token of its own."""
-_LEAST_PRICE = 0.005
-"""Minimum price of a drawn node, in plain passes: if the cost curve is flat, a node still takes room from deeper levels."""
+_CHARGE = 1.3
+"""Factor on the cost of a level's nodes, in what a level is first assumed to bring."""
 _LOSING, _WINNING = 0.97, 1.03
 """Tokens in the time of a plain pass: below the first, a row stops drafting for a while; above the second, its next rest is
 short."""
@@ -49,15 +46,8 @@ class Belief:
     front: int
     """Nodes that a level needs, roughly, to be worth its draft pass; their cost is subtracted from what a level is assumed to
     bring. 1 for a chain, where a level is one node, and its cost is exact."""
-    unlisted: tuple[float, ...]
-    """By n: the share of the target's mass outside the draft's n likeliest tokens that n children still accept, because they
-    are drawn and coupled."""
     greedy_temperature: float
     """Temperature at which the draft's probabilities best predict how often the target's likeliest token is among them."""
-
-    def share(self, children: int) -> float:
-        """Return `unlisted` for this many children, its last entry for more."""
-        return self.unlisted[min(children, len(self.unlisted)) - 1] if children else 0.0
 
 
 FAIR = Belief(
@@ -65,26 +55,20 @@ FAIR = Belief(
     most_rate=1.3,
     growth=0.6,
     front=4,
-    unlisted=(0.20, 0.29, 0.335, 0.365, 0.385, 0.395, 0.405),
     greedy_temperature=1.0,
 )
-"""A head, a draft model or n-grams.
-
-`unlisted` was measured for `hybrid` with the shipped pair: acceptance along 1,033 positions of the target's own texts at
-temperature 1 (20 built-in prompts), the same within 0.03 at the first three depths.
-"""
+"""A head, a draft model or n-grams."""
 CLOSE = Belief(
     typical=((2, 1, 1.95), (3, 2, 2.85), (4, 3, 3.7), (5, 4, 4.5), (6, 5, 5.2)),
     most_rate=3.0,
     growth=0.97,
     front=1,
-    unlisted=(0.948,),
     greedy_temperature=0.1,
 )
 """An int8 copy of the target: nearly everything it draws is accepted, and its logits differ by about a tenth.
 
 Measured on texts of SmolLM2-135M and Gemma-3-270M, 6 to 8 prompts: at temperature 0, the likeliest token is the same in .97 and
-.97 of cases, and its probability at temperature 0.1 is .966 and .977 on average; `unlisted` is .948 and .954 at temperature 1.
+.97 of cases, and its probability at temperature 0.1 is .966 and .977 on average.
 """
 
 
@@ -120,17 +104,11 @@ class Load:
         """Tokens that an average draft brings in the time of a plain round."""
         self.first_rate = min(self.rate, belief.most_rate)
         """The same, as believed before the first round."""
-        price = _FURTHER * (self.passes[min(belief.front, nodes) - 1] - self.passes[0])
+        price = _CHARGE * (self.passes[min(belief.front, nodes) - 1] - self.passes[0])
         self.growth = max(belief.growth - price, _LEAST_GROWTH)
         """Tokens that a level of an average draft brings per token of the level above, less the cost of its nodes."""
         self.chain = belief.front == 1
         """Whether each level has one node, see `Belief.front`."""
-
-    @cached_property
-    def prices(self) -> list[float]:
-        """Costs of trees with drawn candidates, by their number."""
-        steps = (max(after - before, _LEAST_PRICE) for before, after in pairwise(self.passes))
-        return [self.passes[0] + more for more in accumulate(steps, initial=0.0)]
 
     @property
     def hopeless(self) -> bool:
@@ -184,12 +162,6 @@ class Pace:
         worth, rate = self.worth, self.rate
         gains = accumulate(probs, initial=0.0)
         return [worth * gain - rate * cost for gain, cost in zip(gains, self.load.passes, strict=False)]
-
-    def nets_of_drawn(self, gains: Sequence[float], nodes: int) -> list[tuple[float, float]]:
-        """Return what the first further child, the first two and so on promise and cost, beside `nodes` candidates."""
-        worth, rate, prices = self.worth, self.rate, self.load.prices
-        costs = (rate * (prices[min(nodes + number, len(prices) - 1)] - prices[nodes]) for number in range(1, len(gains) + 1))
-        return [(worth * value, cost) for value, cost in zip(accumulate(gains), costs, strict=True)]
 
     def learn(self, plan: RoundPlan, accepted: int) -> None:
         """Compare a round with its plan; a row that rested counts down."""
@@ -327,37 +299,6 @@ class RowPolicy(ByRow):
         """Return what the best tree of the candidates promises, less what plain decoding yields in the time its nodes take."""
         nets = [pace.nets(probs) for pace, probs in zip(self.paces, probs_BM.tolist(), strict=True)]
         return torch.tensor([max(net) - net[0] for net in nets], dtype=torch.float64)
-
-    def allot(self, gain_BWK: Tensor, nodes_B: Tensor, share: int, least: int) -> tuple[Tensor, Tensor]:
-        """Return how many children the nodes of a level draw, `[B, W]`, and what these promise, `[B]`.
-
-        A promise is accepted tokens, less what plain decoding would yield in the time it takes to verify the children.
-
-        Parameters
-        ----------
-        gain_BWK : Tensor
-            Expected tokens of each further child of each node, falling.
-        nodes_B : Tensor
-            Candidates that the rows already have.
-        share : int
-            Candidates of the level in trees that use up their limits.
-        least : int
-            Minimum candidates of the level.
-        """
-        width, counts, promises = gain_BWK.shape[2], list[list[int]](), list[float]()
-        for pace, gains, nodes in zip(self.paces, gain_BWK.flatten(1).tolist(), nodes_B.tolist(), strict=True):
-            order = sorted(range(len(gains)), key=gains.__getitem__, reverse=True)  # stable: of equal ones the first
-            nets = pace.nets_of_drawn([gains[index] for index in order], nodes)
-            number = min(share, self._most - nodes)
-            if self.adaptive:
-                fitting = [_FURTHER * value - cost for value, cost in nets[: self._most - nodes]]
-                most = max(fitting, default=0.0)
-                number = max(fitting.index(most) + 1 if most > 0 else 0, least)
-            picked = [index for index in order[:number] if gains[index] > 0]
-            counts.append([sum(index // width == node for index in picked) for node in range(gain_BWK.shape[1])])
-            value, cost = nets[len(picked) - 1] if picked else (0.0, 0.0)
-            promises.append(value - cost)
-        return torch.tensor(counts), torch.tensor(promises, dtype=torch.float64)
 
     def plan(self, expected: Sequence[float], nodes: Sequence[int], levels: Sequence[int]) -> None:
         """Record the plan of a round, row by row; without one, the round counts as plain."""

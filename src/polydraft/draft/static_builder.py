@@ -6,7 +6,7 @@ from typing import ClassVar, TypedDict
 import torch
 from torch import Tensor
 
-from polydraft.devices import assign
+from polydraft.devices import assign, is_host
 from polydraft.draft.builder import DistributionBuilder, DraftDistributions
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.static_plan import WIDEST_SCHEME, GroupPlan, LevelPlan, TreePlan, plan_passes
@@ -216,9 +216,15 @@ class StaticBuilder(DistributionBuilder):
         """Draw the children of one level's nodes into `tokens_BN`; return the distributions if they were needed."""
         distributions, scheme = self._distributions, self.scheme
         paths_BGP = tokens_BN[:, level.paths_GP if distributions.params.needs_history else level.paths_GP[:, :0]]
-        logits_BGV = distributions.prepared(logits_BGV, paths_BGP, self._drawn)
+        depth, top, width = self._drawn, type(scheme) is type(_TOP), level.nodes_GK.shape[1]
         self._drawn += 1
-        if type(scheme) is type(_TOP) and distributions.in_order and self.whole:
+        if top and is_host(tokens_BN.device):
+            columns_BGK = distributions.largest(logits_BGV, paths_BGP, depth, width)
+            if columns_BGK is not None:
+                self._plant(tokens_BN, level, columns_BGK.flatten(0, 1))
+                return None
+        logits_BGV = distributions.prepared(logits_BGV, paths_BGP, depth)
+        if top and distributions.in_order and self.whole:
             plant_largest(logits_BGV, level.nodes_GK, tokens_BN, distributions.vocabulary, distributions.vocab_size)
             return None
         # At temperature 0 all mass is on one token, but the children are the next ones in order as well.
@@ -227,7 +233,7 @@ class StaticBuilder(DistributionBuilder):
         if scheme.needs_order_only:
             # Fewer children are the first ones of more, so one draw serves all nodes of the level.
             weights_RV = probs_BGV.flatten(0, 1)
-            children_RK = self._draw(weights_RV, uniforms_BU.new_empty(len(weights_RV), level.nodes_GK.shape[1]))
+            children_RK = self._draw(weights_RV, uniforms_BU.new_empty(len(weights_RV), width))
             self._plant(tokens_BN, level, children_RK)
         else:
             for group in level.groups:

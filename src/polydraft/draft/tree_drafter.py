@@ -95,13 +95,14 @@ class TreeDrafter(Drafter):
             shape = dataclasses.replace(shape, beam=1)  # every further node of a level costs as much as the first
         self.topology: Topology | DynamicShape = shape
         self.scheme, self.draft_temperature, self.decision, self.costs = scheme, draft_temperature, decision, costs
+        self.ranked = self.dynamic
         self.name = "dynamic" if self.dynamic else "head" if isinstance(model, Head) else "model"
         self.by_load = by_load and decision is None and not self.dynamic
         self._timings, self.greedy, self.pauses = Timings(), greedy, pauses
         if isinstance(shape, Topology):
             check_tree(shape, scheme, model.num_columns)
         elif scheme != "auto":
-            raise UsageError(f"scheme {scheme!r} does not work here: dynamic trees choose their own; leave it out")
+            raise UsageError(f"scheme {scheme!r} does not work here: dynamic trees draw nothing; leave it out")
 
     @property
     def dynamic(self) -> bool:
@@ -195,7 +196,7 @@ class Combination(Drafter):
     def __init__(self, tree: TreeDrafter, grams: GramTree) -> None:
         self.tree, self.grams = tree, grams
         self.name = f"{grams.name}+{tree.name}"
-        self.model, self.topology, self.lossless = tree.model, tree.topology, tree.lossless
+        self.model, self.topology, self.lossless, self.ranked = tree.model, tree.topology, tree.lossless, tree.ranked
 
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
         """Open a session for a batch."""

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Unpack, cast, overload
 
+from polydraft.devices import is_host
 from polydraft.draft import Drafter, Plain
 from polydraft.draft.forced import with_forced
 from polydraft.draft.predicted import with_prediction
@@ -51,9 +52,10 @@ class Decoder:
         The model's generation config: it decides what `sampling` leaves unset.
     walk : str
         How trees are verified: a registered walk, or ``"auto"`` for the best one that fits the scheme.
-    coupled : bool
-        Let a seed decide the text above temperature 0 as well, whatever drafts and company
-        (docs/decisions/066-a-seed-decides-the-text.md). Schemes and walks are then not used.
+    coupled : bool, optional
+        Whether a seed decides the text above temperature 0 as well, whatever drafts and company
+        (docs/decisions/066-a-seed-decides-the-text.md). Schemes and walks are then not used. Not given: if trees are dynamic,
+        on a CPU.
     graphs : bool
         On a GPU, replay whole rounds as CUDA graphs; for beams, the target's passes.
     ahead : bool
@@ -83,7 +85,7 @@ class Decoder:
         eos_token_ids: Sequence[int] = (),
         defaults: GenerationDefaults | None = None,
         walk: str = AUTO,
-        coupled: bool = False,
+        coupled: bool | None = None,
         graphs: bool = True,
         ahead: bool = True,
         lossless: bool = True,
@@ -96,7 +98,8 @@ class Decoder:
             )
         self.eos_token_ids, self.defaults = tuple(eos_token_ids), defaults
         self.walk = walk if walk == AUTO else WALKS.get(walk).name
-        self.coupled, self.graphs, self.ahead = coupled, graphs, ahead
+        self.coupled = self.drafter.ranked and is_host(target.device) if coupled is None else coupled
+        self.graphs, self.ahead = graphs, ahead
         self._grammars: Grammars | None = None
         """Built on first use, which takes a second."""
         self._drafters: dict[tuple[bool, bool], Drafter] = {(False, False): self.drafter}
@@ -146,9 +149,9 @@ class Decoder:
         max_new_tokens : int or one for each prompt, default 128
             Hard limit for each text.
         seed : int or one for each prompt, optional
-            Same seed, same text. Drawn at random if not given, and reported in `settings`. Above temperature 0, trees of texts
-            with a seed do not follow the load, which may be slower in a batch: on a CPU such a text drafts as if it were
-            alone, on a GPU a text alone has the full tree, and texts in a batch have a chain of two.
+            Same seed, same text. Drawn at random if not given, and reported in `settings`. If texts are not coupled, above
+            temperature 0, trees of texts with a seed do not follow the load, which may be slower in a batch: on a CPU such a
+            text drafts as if it were alone, on a GPU a text alone has the full tree, and texts in a batch have a chain of two.
         stop : str or list of str, or one list for each prompt, optional
             Strings that end a text.
         chat : bool, default False
@@ -251,7 +254,7 @@ class Decoder:
             Other fields of `TokenSequence`.
         """
         params, generator = self.with_defaults(params, prompt), row_generator(seed)
-        if self.coupled:
+        if self.coupled and params.temperature > 0:
             params = CoupledParams.of(params, key=generator.initial_seed())
         options.setdefault("eos_token_ids", frozenset(self.eos_token_ids))
         options.setdefault("max_positions", self.target.max_positions)

@@ -58,15 +58,16 @@ def perturbed(scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_B
 
 @operation
 def largest_perturbed(
-    scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None
+    scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None, count: int = 1
 ) -> Tensor:
-    """Return the column of each node's largest `perturbed` score, `[B, G]`; `NO_TOKEN` if that is not finite.
+    """Return the columns of each node's `count` largest `perturbed` scores, `[B, G, count]`; `NO_TOKEN` for those not finite.
 
-    Parameters as for `perturbed`. Of equal scores the first one counts.
+    Other parameters as for `perturbed`. They are in order; of equal scores the first one counts.
     """
     noisy_BGV = perturbed(scores_BGV, keys_B, positions_BK, scales_B, tokens_D)
-    best_BG1 = noisy_BGV.argmax(-1, keepdim=True)
-    return best_BG1.where(noisy_BGV.gather(-1, best_BG1).abs() < torch.inf, NO_TOKEN)[..., 0]
+    value_BGK, column_BGK = (part_BGV[..., :count] for part_BGV in noisy_BGV.sort(dim=-1, descending=True, stable=True))
+    missing = count - value_BGK.shape[-1]
+    return torch.nn.functional.pad(column_BGK.where(value_BGK.abs() < torch.inf, NO_TOKEN), (0, missing), value=NO_TOKEN)
 
 
 def _mixed(numbers_X: Tensor) -> Tensor:

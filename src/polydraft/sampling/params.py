@@ -211,7 +211,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CoupledParams(SamplingParams):
-    """Sampling parameters of a text whose tokens are decided by noise that its seed makes known beforehand.
+    """Sampling parameters of a text above temperature 0 whose tokens are decided by noise that its seed makes known beforehand.
 
     See docs/decisions/066-a-seed-decides-the-text.md.
     """
@@ -222,6 +222,7 @@ class CoupledParams(SamplingParams):
     @classmethod
     def of(cls, params: SamplingParams, key: int) -> "CoupledParams":
         """Return the same parameters with a key."""
+        assert params.temperature > 0
         return cls(**{one.name: getattr(params, one.name) for one in dataclasses.fields(params) if one.name != "key"}, key=key)
 
 

@@ -222,11 +222,18 @@ class Warper(ByRow):
         Parameters as for `prepared`; logits are as the model returned them.
         """
         if self._coupled:
-            return largest_perturbed(self._before_noise(logits_BGV, paths_BGP).float(), *self._noise(depths))
+            return self.largest(logits_BGV, paths_BGP, depths, 1)[..., 0]
         # The order of logits is the same in half precision; only penalties need float32.
         scores_BGV = self._penalised(logits_BGV if self.in_order else logits_BGV.float(), paths_BGP)
         best_BG1 = _argmax(scores_BGV)
         return best_BG1.where(scores_BGV.gather(-1, best_BG1).abs() < torch.inf, NO_TOKEN)[..., 0]
+
+    def largest(self, logits_BGV: Tensor, paths_BGP: Tensor, depths: int | Tensor, count: int) -> Tensor:
+        """Return the columns of the `count` largest scores with noise at each node, in order; only if some rows are coupled.
+
+        Parameters as for `prepared`; `NO_TOKEN` for scores that are not finite.
+        """
+        return largest_perturbed(self._before_noise(logits_BGV, paths_BGP).float(), *self._noise(depths), count)
 
     def ranking(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         """Return weights in the order of the probabilities, without computing exponentials.

@@ -27,7 +27,7 @@ from polydraft.operations import operation
 from polydraft.sampling import NO_TOKEN, draw_independent, draw_one
 from polydraft.verify.contest import BUCKETS, Contest, count_certain
 from polydraft.verify.scheme import SCHEMES, IndependentChildren, Scheme, Selection
-from polydraft.verify.weights import Ranked, largest, normalised, ratio
+from polydraft.verify.weights import largest, normalised, ratio
 
 _MOST_CHILDREN = 64
 """A limit, because every child takes two random numbers, and a node's numbers are set aside before its children are known."""
@@ -117,26 +117,16 @@ def draw_hybrid(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -
     """Draw K children per row: the top m for certain, the rest independently."""
     if uniforms_RK.shape[1] == 1:  # an only child is never certain
         return draw_independent(draft_probs_RV, uniforms_RK)
-    return _drawn(draft_probs_RV, uniforms_RK, threshold, uniforms_RK.shape[1], None)
-
-
-def _drawn(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float, count: Tensor | int, ranked: Ranked | None) -> Tensor:
-    token_RK, certain_RK, rest_RV = split(draft_probs_RV, uniforms_RK.shape[1], threshold, count, ranked)
+    token_RK, certain_RK, rest_RV = split(draft_probs_RV, uniforms_RK.shape[1], threshold)
     children_RK = draw_independent(rest_RV, uniforms_RK)
     width = token_RK.shape[1]
     children_RK[:, :width] = torch.where(certain_RK, token_RK, children_RK[:, :width])
     return children_RK
 
 
-def split(
-    draft_probs_RV: Tensor, most: int, threshold: float, count: Tensor | int, ranked: Ranked | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the top tokens, which of them are certain, and the weights without these.
-
-    `count` is each row's number of children, up to `most`; `ranked` are the `most` largest weights, if already known.
-    """
-    value_RK, token_RK = largest(draft_probs_RV, most) if ranked is None else ranked
-    assert value_RK.shape[1] == min(most, draft_probs_RV.shape[1]), (value_RK.shape, most)
+def split(draft_probs_RV: Tensor, count: int, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the top tokens, which of them are certain if there are `count` children, and the weights without these."""
+    value_RK, token_RK = largest(draft_probs_RV, count)
     total_R1 = draft_probs_RV.double().sum(-1, keepdim=True)
     certain_R1 = count_certain(value_RK.double(), value_RK[:, 1:] > 0, total_R1, count, threshold)
     certain_RK = torch.arange(token_RK.shape[1], device=token_RK.device) < certain_R1
@@ -183,7 +173,7 @@ class Hybrid(Race):
     def child_distribution(self, draft_probs_RV: Tensor, earlier_RJ: Tensor, count: int) -> Tensor:
         """All mass on the next top token, then the distribution of the rest."""
         rank = earlier_RJ.shape[1]
-        token_RK, certain_RK, rest_RV = split(draft_probs_RV, count, self.threshold, count)
+        token_RK, certain_RK, rest_RV = split(draft_probs_RV, count, self.threshold)
         if rank >= token_RK.shape[1]:
             return normalised(rest_RV)
         top_RV = torch.zeros_like(draft_probs_RV, dtype=torch.float64).scatter_(1, token_RK[:, rank : rank + 1], 1.0)
@@ -192,11 +182,6 @@ class Hybrid(Race):
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         """Take the top tokens, and draw the others from the rest."""
         return draw_hybrid(draft_probs_RV, uniforms_RK, self.threshold)
-
-    def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor, ranked: Ranked | None = None) -> Tensor:
-        """Draw K children for every row, then drop those beyond its own number, which the others do not depend on."""
-        children_RK = _drawn(draft_probs_RV, uniforms_RK, self.threshold, count_R1, ranked)
-        return torch.where(torch.arange(children_RK.shape[1], device=count_R1.device) < count_R1, children_RK, NO_TOKEN)
 
 
 @cache

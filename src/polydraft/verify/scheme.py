@@ -9,8 +9,8 @@ from torch import Tensor
 
 from polydraft.errors import UsageError
 from polydraft.registry import Registry
-from polydraft.sampling import NO_TOKEN, draw_distinct, draw_independent, draw_one
-from polydraft.verify.weights import Ranked, normalised, without
+from polydraft.sampling import draw_distinct, draw_independent, draw_one
+from polydraft.verify.weights import normalised, without
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,17 +74,6 @@ class Scheme(ABC):
             child_R = draw_one(distribution_RV, uniforms_RK[:, rank])
             children_RJ = torch.cat([children_RJ, child_R[:, None]], dim=1)
         return children_RJ
-
-    def draw_some(self, draft_probs_RV: Tensor, uniforms_RK: Tensor, count_R1: Tensor, ranked: Ranked | None = None) -> Tensor:
-        """Draw each row's own number of children, up to K, padded with `NO_TOKEN`. Override if there is a faster way.
-
-        `ranked` are the K `largest` weights of these distributions, if the caller already knows them; they only save time.
-        """
-        children_RK = torch.full_like(uniforms_RK, NO_TOKEN, dtype=torch.long)
-        for count in range(1, uniforms_RK.shape[1] + 1):
-            drawn_RJ = self.draw(draft_probs_RV, uniforms_RK[:, :count])
-            children_RK[:, :count] = torch.where(count_R1 == count, drawn_RJ, children_RK[:, :count])
-        return children_RK
 
     def verify(self, target_probs_RV: Tensor, draft_probs_RV: Tensor, children_RK: Tensor, uniforms_RU: Tensor) -> Tensor:
         """Return each row's emitted token: one draw from `distribution`."""

@@ -108,8 +108,10 @@ def declare(library: ctypes.CDLL) -> None:
     library.polydraft_draw_memory.argtypes, library.polydraft_draw_memory.restype = (c_int64,), c_int64
     library.polydraft_largest.argtypes = (c_void_p, *(c_int64,) * 4, c_void_p, c_void_p)
     library.polydraft_largest.restype = c_int32
-    for function in (library.polydraft_perturb, library.polydraft_largest_perturbed):
-        function.argtypes, function.restype = (c_void_p, *(c_int64,) * 4, *(c_void_p,) * 5), None
+    noise = c_void_p, *(c_int64,) * 4, *(c_void_p,) * 4
+    library.polydraft_perturb.argtypes, library.polydraft_perturb.restype = (*noise, c_void_p), None
+    library.polydraft_largest_perturbed.argtypes = (*noise, c_int64, c_void_p)
+    library.polydraft_largest_perturbed.restype = None
 
 
 @dataclass(frozen=True, eq=False)

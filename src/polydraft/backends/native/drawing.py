@@ -59,7 +59,7 @@ def largest_weights(weights_RV: Tensor, count: int) -> Ranked | None:
     return (value_RK, token_RK) if comparable else None
 
 
-def _can_perturb(scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None) -> bool:
+def _can_perturb(scores_BGV: Tensor, *noise: Tensor | int | None) -> bool:
     return scores_BGV.is_contiguous() and readable(scores_BGV.flatten(0, 1), torch.float32)
 
 
@@ -83,11 +83,17 @@ def _perturbed(scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_
     return noisy_BGV
 
 
-@implements(largest_perturbed, "native", supports=_can_perturb)
+def _can_find_largest(
+    scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None, count: int = 1
+) -> bool:
+    return count <= _MOST and _can_perturb(scores_BGV)
+
+
+@implements(largest_perturbed, "native", supports=_can_find_largest)
 def _largest_perturbed(
-    scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None
+    scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_B: Tensor, tokens_D: Tensor | None, count: int = 1
 ) -> Tensor:
-    columns_BG = torch.empty(scores_BGV.shape[:2], dtype=torch.long)
+    columns_BGK = torch.empty(*scores_BGV.shape[:2], count, dtype=torch.long)
     noise = _noise(scores_BGV, keys_B, positions_BK, scales_B, tokens_D)
-    library().polydraft_largest_perturbed(*noise, columns_BG.data_ptr())
-    return columns_BG
+    library().polydraft_largest_perturbed(*noise, count, columns_BGK.data_ptr())
+    return columns_BGK

@@ -461,22 +461,35 @@ static inline float noise_bound(uint32_t bits) {
     return (float)(160 - (int32_t)(bits_of((float)bits + 0.5f) >> 23)) * 0.69314722f;
 }
 
-/* Find the largest of a node's scores with noise. Noise takes most of the time, so it is computed only where its bound says that
- * the best so far may be beaten. */
-static int64_t largest_perturbed(const float *score, int64_t count, uint64_t key, float scale, const int64_t *tokens) {
+#define MOST_PERTURBED 64
+
+/* Find the columns of a node's largest scores with noise, in order, of equal ones the first; NO_TOKEN for those not finite. Noise
+ * takes most of the time, so it is computed only where its bound says that a score may be among the largest. */
+static void largest_perturbed(const float *score, int64_t count, uint64_t key, float scale, const int64_t *tokens, int64_t width,
+                              int64_t *column) {
     enum { STEP = 64 };
     const uint32_t low = (uint32_t)key, high = (uint32_t)(key >> 32);
-    float best;
-    int64_t column;
-    if (!polydraft_largest(score, count, 1, count, 1, &best, &column)) return NO_TOKEN;
-    if (scale != 0) best += scale * gumbel_of(noise_bits((uint32_t)(tokens ? tokens[column] : column), low, high));
+    const int64_t most = LESS(width, count);
+    float best[MOST_PERTURBED];
+    for (int64_t k = 0; k < width; k++) column[k] = NO_TOKEN;
+    if (!most || !polydraft_largest(score, count, 1, count, most, best, column)) {
+        for (int64_t k = 0; k < width; k++) column[k] = NO_TOKEN;
+        return;
+    }
+    float least = best[0];  /* the least that may count: that of the largest scores, whatever their noise */
+    for (int64_t k = 0; scale != 0 && k < most; k++) {
+        const int64_t at = column[k];
+        const float value = score[at] + scale * gumbel_of(noise_bits((uint32_t)(tokens ? tokens[at] : at), low, high));
+        least = k && least < value ? least : value;
+    }
+    int64_t have = 0;
     for (int64_t first = 0; scale != 0 && first < count; first += STEP) {
         const int64_t size = LESS(STEP, count - first);
-        const float *from = score + first, least = best - MOST_NOISE * scale;
+        const float *from = score + first, enough = least - MOST_NOISE * scale;
         uint32_t bits[STEP];
         int32_t beaten = size < STEP;
         if (size == STEP)
-            for (int64_t i = 0; i < STEP; i++) beaten |= from[i] >= least;
+            for (int64_t i = 0; i < STEP; i++) beaten |= from[i] >= enough;
         if (!beaten) continue;
         if (tokens)
             for (int64_t i = 0; i < size; i++) bits[i] = noise_bits((uint32_t)tokens[first + i], low, high);
@@ -484,26 +497,31 @@ static int64_t largest_perturbed(const float *score, int64_t count, uint64_t key
             for (int64_t i = 0; i < size; i++) bits[i] = noise_bits((uint32_t)(first + i), low, high);
         if (size == STEP) {
             beaten = 0;
-            for (int64_t i = 0; i < STEP; i++) beaten |= from[i] + scale * noise_bound(bits[i]) >= best;
+            for (int64_t i = 0; i < STEP; i++) beaten |= from[i] + scale * noise_bound(bits[i]) >= least;
             if (!beaten) continue;
         }
         for (int64_t i = 0; i < size; i++) {
-            if (!(from[i] + scale * noise_bound(bits[i]) >= best)) continue;
+            if (!(from[i] + scale * noise_bound(bits[i]) >= least)) continue;
             const float value = from[i] + scale * gumbel_of(bits[i]);
-            if (value > best || (value == best && first + i < column)) best = value, column = first + i;
+            if (have == most ? !(value > best[most - 1]) : !(value >= least)) continue;
+            int64_t at = have < most ? have++ : most - 1;
+            for (; at && value > best[at - 1]; at--) best[at] = best[at - 1], column[at] = column[at - 1];
+            best[at] = value, column[at] = first + i;
+            if (have == most) least = best[most - 1];
         }
     }
-    return best - best == 0 ? column : NO_TOKEN;
+    for (int64_t k = 0; k < most; k++)
+        if (best[k] - best[k] != 0) column[k] = NO_TOKEN;
 }
 
-/* Arguments as for `polydraft_perturb`; writes the column of each node's largest score with noise. */
+/* Arguments as for `polydraft_perturb`; writes the columns of each node's `width` largest scores with noise. */
 void polydraft_largest_perturbed(const float *scores, int64_t rows, int64_t places, int64_t nodes, int64_t count,
                                  const uint64_t *keys, const uint64_t *positions, const float *scales, const int64_t *tokens,
-                                 int64_t *columns) {
+                                 int64_t width, int64_t *columns) {
     for (int64_t place = 0; place < rows * places; place++) {
         const uint64_t key = mixed(keys[place / places], positions[place]);
         for (int64_t node = place * nodes; node < (place + 1) * nodes; node++)
-            columns[node] = largest_perturbed(scores + node * count, count, key, scales[place / places], tokens);
+            largest_perturbed(scores + node * count, count, key, scales[place / places], tokens, width, columns + node * width);
     }
 }
 

@@ -14,7 +14,7 @@ from polydraft.lab.bench.options import OF_DRAFTS, MethodNgrams, method_options
 from polydraft.lab.papers.flat import FlatModel
 from polydraft.loading import default_decoder, make_decoder
 from polydraft.models import LanguageModel
-from polydraft.options import AUTO, SELF_DRAFT, LoadOptions
+from polydraft.options import AUTO, COUPLED, SELF_DRAFT, LoadOptions
 from polydraft.trees import parse_tree
 
 _TREES: dict[str, Callable[[str], str]] = {
@@ -196,6 +196,8 @@ def _decoded(spec: MethodSpec, bench: Bench, options: LoadOptions, target: Langu
     """Make a method that decodes with these options, on the benchmark's target unless another is given."""
     with spec.named_in_errors():
         decoder = make_decoder(options, bench.target, bench.draft if needs_draft(options.drafter) else None)
+        if options.scheme != COUPLED and not options.is_dynamic:  # these are the papers' methods
+            decoder = decoder.replace(coupled=False)
     topology = options.shape[1]
     parents = topology.parents if topology.depth else None
     return _measured(spec, bench, decoder if target is None else decoder.replace(target=target), parents)
