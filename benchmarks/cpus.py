@@ -13,6 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ import polydraft
 from polydraft import SamplingParams
 from polydraft.cli.comparison import hugging_face_text
 from polydraft.engine import Decoder
+from polydraft.models.hf import HFModel
 from polydraft.prompts import load_prompts
 from polydraft.tune.contest import speedup_interval
 
@@ -101,7 +103,7 @@ def hugging_face(decoder: Decoder, prompt: list[int], temperature: float, tokens
     spent, found = [], []
     for limit in (1, tokens):
         start = time.perf_counter()
-        found = hugging_face_text(decoder.target.hf_model, prompt, decoder.eos_token_ids, limit, 7, **choice)
+        found = hugging_face_text(cast(HFModel, decoder.target).hf_model, prompt, decoder.eos_token_ids, limit, 7, **choice)
         spent.append(time.perf_counter() - start)
     return len(found) - 1, spent[1] - spent[0]
 

@@ -141,8 +141,9 @@ def kv_memory(decoder: Decoder, prompt: list[int], tokens: int) -> dict[str, int
     stream = decoder.stream(prompt, sampling=SamplingParams(temperature=0), max_new_tokens=tokens, keep=True)
     for _ in stream:
         pass
-    cache = decoder._lend(decoder.drafter, RowParams((SamplingParams(temperature=0),)), keep=True).memory.context.cache
-    return {"bytes": cache.nbytes, "slots": cache.capacity, "bytes_per_slot": cache.nbytes // cache.capacity}
+    context = decoder._lend(decoder.drafter, RowParams((SamplingParams(temperature=0),)), keep=True).memory.context
+    size, slots = context.cache.nbytes, context.capacity
+    return {"bytes": size, "slots": slots, "bytes_per_slot": size // slots}
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import cast
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -133,8 +134,9 @@ def invariant() -> dict[str, float]:
 def same_texts(name: str, plain: Decoder, draft: object, prompts: list[list[int]]) -> dict[str, int]:
     """Count greedy texts that are those of plain decoding of one text at a time."""
     rows = {}
+    target = cast(HFModel, plain.target)
     for kind in ("invariant", "usual"):
-        plain.target.fast = FusedBody(plain.target.lean, kind == "invariant")
+        target.fast = FusedBody(target.lean, kind == "invariant")
         expected = [greedy(plain.replace(), [prompt])[0] for prompt in prompts]
         for tree in ("none", "chain:3", "4x2x2x1x1", "best:64x6"):
             topology = parse_tree(tree)

@@ -13,7 +13,6 @@ from collections import Counter
 from pathlib import Path
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 import polydraft
@@ -65,7 +64,7 @@ def show(name: str, decoder: Decoder, prompts: list[list[int]], sampling: Sampli
             run.step()
         torch.cuda.synchronize()
     stream.close()
-    kernels = [event for event in found.events() if event.device_type == DeviceType.CUDA]
+    kernels = [event for event in found.events() if event.device_type.name == "CUDA"]
     kernels.sort(key=lambda event: event.time_range.start)
     counts, spent = Counter[str](), Counter[str]()
     for event in kernels:

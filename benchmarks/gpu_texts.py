@@ -5,6 +5,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
@@ -15,6 +16,7 @@ from polydraft.draft import Combination, Drafter, GramTreeOptions, TreeDrafter
 from polydraft.draft.grams import GRAM_DRAFTERS, gram_tree
 from polydraft.engine import Decoder, Stats
 from polydraft.models import FeatureHead
+from polydraft.models.hf import HFModel
 from polydraft.models.loading import Loaded, load_draft
 from polydraft.prompts import load_prompts
 from polydraft.sampling import SamplingParams
@@ -80,7 +82,9 @@ def end_to_end(options: argparse.Namespace) -> dict[str, float]:
                 f"({whole[1]:.2f} to {whole[2]:.2f})  first token after {1e3 * first:.1f} ms (median)",
                 flush=True,
             )
-        timed = [hf_generate(usual.target.hf_model, prompt, temperature) for prompt in prompts[: options.hugging_face]]
+        timed = [
+            hf_generate(cast(HFModel, usual.target).hf_model, prompt, temperature) for prompt in prompts[: options.hugging_face]
+        ]
         if not timed:
             continue
         rows[f"T={temperature:g} hf"] = sum(count for count, _ in timed) / sum(spent for _, spent in timed)
@@ -147,7 +151,7 @@ def identity(options: argparse.Namespace) -> dict[str, int]:
     for text in sample_prompts(options.prompts, 20):
         prompt = decoder.encode(text, chat=True)
         ids = torch.tensor([prompt], device="cuda")
-        model = decoder.target.hf_model
+        model = cast(HFModel, decoder.target).hf_model
         output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=64, do_sample=False, pad_token_id=0)
         expected = output[0, len(prompt) :].tolist()
         got = decoder.generate(prompt, sampling=SamplingParams(temperature=0), max_new_tokens=64).token_ids

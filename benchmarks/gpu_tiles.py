@@ -204,7 +204,8 @@ class AttentionCase:
         keys = torch.randn(copies, 2, self.batch, key_heads, capacity, channels, device=device, dtype=dtype)
 
         def attend(number: int, plan: AttendPlan | None = None) -> Tensor:
-            return invariant_attention(query, *keys[number], sight, channels**-0.5, plan)
+            key, value = keys[number]
+            return invariant_attention(query, key, value, sight, channels**-0.5, plan)
 
         return attend, copies
 

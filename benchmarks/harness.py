@@ -10,7 +10,8 @@ import time
 from pathlib import Path
 
 from polydraft.engine import Decoder
-from polydraft.lab.bench.session import BenchOptions, BenchSession
+from polydraft.lab.bench.options import BenchOptions
+from polydraft.lab.bench.session import BenchSession
 
 REPEAT = 8
 

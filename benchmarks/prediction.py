@@ -61,8 +61,8 @@ def main() -> None:
     found: dict[str, list[list[Generation]]] = {arm: [] for arm in arms}
     for turn in range(options.rounds):
         for arm, (own, predictions) in arms.items():
-            pairs = zip(prompts, predictions, strict=True)
-            found[arm].append([answered(own, prompt, options.tokens, prediction) for prompt, prediction in pairs])
+            given = zip(prompts, predictions, strict=True)
+            found[arm].append([answered(own, prompt, options.tokens, prediction) for prompt, prediction in given])
         print(f"turn {turn + 1} of {options.rounds}", file=sys.stderr)
     beside = "plain" if options.draft == "none" else "draft"
     pairs = [("plain", arm) for arm in arms if arm not in ("plain", "wrong")] + [(beside, "wrong")]
@@ -102,8 +102,7 @@ def compared(base: list[list[Generation]], arm: list[list[Generation]]) -> tuple
     logs = [sum(math.log(one / other) for one, other in zip(*pair, strict=True)) / len(base) for pair in by_prompt]
     chance = random.Random(0)
     means = sorted(sum(chance.choices(logs, k=len(logs))) / len(logs) for _ in range(SAMPLES))
-    values = (sum(logs) / len(logs), means[SAMPLES // 40], means[-SAMPLES // 40])
-    return tuple(math.exp(value) for value in values)
+    return math.exp(sum(logs) / len(logs)), math.exp(means[SAMPLES // 40]), math.exp(means[-SAMPLES // 40])
 
 
 def summary(results: list[Generation]) -> str:
