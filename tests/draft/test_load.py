@@ -51,7 +51,7 @@ def rounds_of(decoder: Decoder, count: int, steady: bool) -> tuple[list[TokenSeq
 
 @pytest.mark.slow
 def test_a_crowd_drafts_less_and_steady_texts_do_not_notice() -> None:
-    decoder = Decoder(TARGET, TreeDrafter(DRAFT, DynamicShape(nodes=16, depth=4), costs=COSTS))
+    decoder = Decoder(TARGET, TreeDrafter(DRAFT, DynamicShape(nodes=16, depth=4), costs=COSTS), coupled=False)
     alone = [decoder.generate([1, 2, 3 + n], max_new_tokens=60, seed=[n]).token_ids for n in range(24)]
     steady, texts = rounds_of(decoder, 24, steady=True)
     assert texts == alone

@@ -150,8 +150,7 @@ def test_nothing_else_is_launched(
         for level in growth.plan.levels:
             growth.draw(level, logits_BNV[:, level.first : level.stop], tokens_BN, uniforms_BU)
     assert seen == expected * 3
-    distribution = {"index"} if temperature else set()  # of nothing: these distributions know no paths
-    assert operations.names - {"alias", "slice", "view", "empty", "new_empty"} == distribution
+    assert not operations.names - {"alias", "slice", "view", "unsqueeze", "expand", "empty", "new_empty"}
 
 
 class _Operations(TorchDispatchMode):

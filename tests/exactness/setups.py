@@ -29,6 +29,8 @@ from polydraft.verify import SCHEMES
 
 VOCABULARY = ECHO_VOCABULARY
 CHEAP = Costs(draft_level=0.02, tree_pass=lambda nodes: 1 + 0.002 * nodes)
+FREE = Costs(draft_level=1e-6, tree_pass=lambda nodes: 1 + 1e-6 * nodes)
+"""Drafting pays however many rows share a round."""
 TARGET, DRAFT = echo_pair().target, echo_pair().draft
 
 
@@ -155,6 +157,8 @@ def make_decoder(
         grams=gram_options(corpus=not GRAM_DRAFTERS.keys().isdisjoint(names)),
     )
     proposes = make_drafter(parts, "+".join(names))
+    if proposes.ranked:
+        getattr(proposes, "tree", proposes).costs = FREE
     if not predicts:
         return Decoder(target, proposes, walk=walk, eos_token_ids=eos_token_ids)
     return Predicting(target, with_prediction(proposes, CHEAP), walk=walk, eos_token_ids=eos_token_ids)

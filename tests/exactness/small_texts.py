@@ -14,12 +14,13 @@ from polydraft.certify.chi_square import chi_square_p_value
 from polydraft.certify.reference import next_distributions, small_pair
 from polydraft.draft import GramTreeOptions, Parts, RiderOptions, TreeDrafter, make_drafter
 from polydraft.engine import Decoder, Generation
-from polydraft.lab.theory import Costs
 from polydraft.ngrams import GramOptions
 from polydraft.ngrams.counting import GramCounter
 from polydraft.ngrams.gram_trie import save_trie
 from polydraft.sampling import SamplingParams
 from polydraft.trees import DynamicShape, parse_tree
+
+from .setups import FREE
 
 TARGET, DRAFT = small_pair().target, small_pair().draft
 PROMPT = [2, 0, 1, 2, 2, 0, 1, 0, 0, 2, 0, 1]
@@ -62,8 +63,7 @@ def small_decoder(
 ) -> Decoder:
     """Build a decoder of three tokens."""
     if drafter == "dynamic":
-        costs = Costs(draft_level=0.01, tree_pass=lambda nodes: 1.0)
-        made = TreeDrafter(DRAFT, DynamicShape(nodes=8, depth=3), costs=costs)
+        made = TreeDrafter(DRAFT, DynamicShape(nodes=8, depth=3), costs=FREE)
     else:
         caches = GramOptions(corpus=corpus_file() if "corpus" in drafter else "none")
         grams = GramTreeOptions(nodes=6, depth=3, candidates=3, riders=RiderOptions(branches=2, length=2), caches=caches)

@@ -8,7 +8,6 @@ from polydraft.certify.reference import greedy_text, next_distributions
 from polydraft.draft import TreeDrafter
 from polydraft.engine import Decoder
 from polydraft.errors import UsageError
-from polydraft.lab.theory import Costs
 from polydraft.sampling import RowParams, SamplingParams, Warper
 from polydraft.trees import DynamicShape
 
@@ -16,6 +15,7 @@ from .checks import text_p_values
 from .setups import (
     DRAFT,
     EVERY_DRAFTER,
+    FREE,
     GRAM_PROMPT,
     HEAD,
     PENALTIES,
@@ -50,15 +50,10 @@ COMPANY = {
     "greedy, penalties": SamplingParams(temperature=0, repetition_penalty=1.4),
 }
 PARAMS = list(COMPANY.values())
-CHEAP = Costs(draft_level=0.02, tree_pass=lambda nodes: 1 + 0.002 * nodes)
 
 
-FREE = Costs(draft_level=1e-6, tree_pass=lambda nodes: 1 + 1e-6 * nodes)
-"""Drafting pays however many rows share a round."""
-
-
-def dynamic(draft, costs: Costs = CHEAP) -> Decoder:
-    return Decoder(TARGET, TreeDrafter(draft, DynamicShape(nodes=16, depth=4), costs=costs))
+def dynamic(draft) -> Decoder:
+    return Decoder(TARGET, TreeDrafter(draft, DynamicShape(nodes=16, depth=4), costs=FREE))
 
 
 DECODERS = {
@@ -133,7 +128,7 @@ def test_every_row_follows_its_own_distribution(name: str) -> None:
 @pytest.mark.parametrize("known", [1, 2, 3])
 def test_a_draft_may_know_fewer_tokens_than_a_level_has_children(known: int) -> None:
     likely = TARGET.logits_after(PROMPT).topk(known).indices.sort().values.tolist()
-    decoder, rows = dynamic(random_head(tokens=likely), FREE), [SamplingParams(temperature=0), SamplingParams()] * 400
+    decoder, rows = dynamic(random_head(tokens=likely)), [SamplingParams(temperature=0), SamplingParams()] * 400
     results = decoder.generate([PROMPT] * len(rows), sampling=rows, max_new_tokens=3, seed=known)
     tokens_NL = np.array([result.token_ids for result in results[1::2]])
     distributions = [lambda new_NL: next_distributions(TARGET, PROMPT, new_NL, SamplingParams())] * 2

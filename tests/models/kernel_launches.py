@@ -40,6 +40,7 @@ from polydraft.models.heads.feature_head import HeadShape, TapNorm
 from polydraft.models.heads.head_context import keep_entries, take_roots
 from polydraft.models.storage import move_up
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
+from polydraft.sampling.gumbel import perturbed
 from polydraft.sampling.warper import softened
 from polydraft.trees import DraftTree, DynamicShape, SlicedMask, parse_tree, union
 from polydraft.verify import SCHEMES, BlockWalk
@@ -203,6 +204,9 @@ def probabilities(dtype: torch.dtype) -> None:
     for columns in (50, 24576, 49152, 262144):
         softened(torch.zeros(2, 3, columns, dtype=dtype), None)
         softened(torch.zeros(2, 3, columns, dtype=dtype), torch.ones(2, 1, 1))
+    for places, tokens_D in ((1, None), (3, torch.arange(columns))):
+        keys_B, positions_BK = torch.ones(2, dtype=torch.long), torch.ones(2, places, dtype=torch.long)
+        perturbed(torch.zeros(2, 3, columns, dtype=dtype), keys_B, positions_BK, torch.ones(2), tokens_D)
 
 
 def greedy_rounds(dtype: torch.dtype) -> None:

@@ -162,7 +162,7 @@ def test_soak_of_a_process(roomy, capsys):
     seconds = float(os.environ.get("SOAK_SECONDS", "600"))
     pair = {"target": target, "tree": "3x2x1", "draft": "early-exit:1" if target == roomy else "auto", "dtype": "float32"}
     given = [text for name, value in pair.items() for text in (f"--{name}", value)]
-    with process(*given, "--slots", "4", "--max-queue", "40", "--slot-tokens", "512") as (one, url):
+    with process(*given, "--slots", "4", "--max-queue", "40", "--slot-tokens", "512", "--prefix-gb", "0.01") as (one, url):
         threading.Thread(target=one.stderr.read, daemon=True).start()  # a full pipe would stop the server
         decoder = load(**pair)
         start, sizes, checked = time.monotonic(), [], []

@@ -150,6 +150,6 @@ def different_tokens(size: int, dtype: torch.dtype, device: str = "cpu") -> int:
     logits_RV = awkward_logits(size, dtype, device)
     distributions, root = distributions_of(logits_RV[:, None], SamplingParams(temperature=0)), root_of(len(logits_RV), device)
     on_cpu = Warper(SamplingParams(temperature=0), size, [[1]] * len(logits_RV), torch.device("cpu"))
-    expected_R = on_cpu.likeliest(logits_RV[:, None].cpu(), torch.zeros(len(logits_RV), 1, 0).long())[:, 0].to(device)
+    expected_R = on_cpu.likeliest(logits_RV[:, None].cpu(), torch.zeros(len(logits_RV), 1, 0).long(), 0)[:, 0].to(device)
     assert expected_R.tolist().count(NO_TOKEN) >= 6 and len({*expected_R.tolist()}) > 6
     return int((greedy_verdict(root, distributions).tokens_BD[:, 0] != expected_R).sum())

@@ -215,7 +215,10 @@ class StaticBuilder(DistributionBuilder):
     def draw(self, level: LevelPlan, logits_BGV: Tensor, tokens_BN: Tensor, uniforms_BU: Tensor) -> Tensor | None:
         """Draw the children of one level's nodes into `tokens_BN`; return the distributions if they were needed."""
         distributions, scheme = self._distributions, self.scheme
-        paths_BGP = tokens_BN[:, level.paths_GP if distributions.params.needs_history else level.paths_GP[:, :0]]
+        if distributions.params.needs_history:
+            paths_BGP = tokens_BN[:, level.paths_GP]
+        else:
+            paths_BGP = tokens_BN[:, None, :0].expand(-1, logits_BGV.shape[1], -1)
         depth, top, width = self._drawn, type(scheme) is type(_TOP), level.nodes_GK.shape[1]
         self._drawn += 1
         if top and is_host(tokens_BN.device):
