@@ -26,7 +26,7 @@ from .setups import DRAFT, GRAM_PROMPT, HEAD, PENALTIES, RAGGED_PROMPTS, TARGET,
 CHEAP = Costs(draft_level=0.02, tree_pass=lambda nodes: 1 + 0.002 * nodes)
 BALANCED = Costs(draft_level=0.1, tree_pass=lambda nodes: 1 + 0.05 * (nodes - 1))
 """Where the size of the best tree hangs on what was learnt."""
-LOSING = Costs(draft_level=1e-6, tree_pass=lambda nodes: 1 + 1e-6 * nodes, overhead=2.0)
+LOSING = Costs(draft_level=1e-6, tree_pass=lambda nodes: 1 + 1e-6 * nodes, overhead=8.0)
 """However many rows share a round."""
 GREEDY = SamplingParams(temperature=0)
 PROMPTS = [[*prompt, *GRAM_PROMPT[:length]] for length in (3, 7, len(GRAM_PROMPT)) for prompt in RAGGED_PROMPTS][:8]
