@@ -3,7 +3,8 @@
     python benchmarks/cpus.py [--prompts spec_bench.jsonl] [--limit 8] [--tokens 64] [--dtypes float32 int8] [--threads 2]
     python benchmarks/cpus.py --target qwen.gguf --dtypes float32 --temperatures 0.7 1 --arms default drawn --no-hugging-face
 
-The arm `drawn` is the default with candidates that are drawn and verified (`hybrid+block`) instead of coupled. Arms alternate
+The arm `drawn` is the default with candidates that are drawn and verified (`hybrid+block`) instead of coupled; it exists where
+the default tree is static, as with an int8 copy, since dynamic trees draw nothing. Arms alternate
 prompt by prompt; prefill is not counted; ranges are 95 % intervals over prompts. "same" counts texts that equal plain
 decoding's.
 """
@@ -66,6 +67,8 @@ def main() -> None:
     texts = [prompt.text for prompt in load_prompts(str(options.prompts or "builtin"), options.limit)]
     for dtype in options.dtypes:
         default = polydraft.load(options.target, options.draft, dtype=dtype, device="cpu")
+        if "drawn" in options.arms and default.drafter.ranked:
+            parser.error(f"--arms drawn does not work with {default.drafter.name} trees, which draw nothing; leave it out")
         ways = {"default": default, "drawn": default.replace(coupled=False)}
         decoders = {"plain": default.replace(drafter=None), **{name: ways[name] for name in options.arms}}
         prompts = [default.encode(text, chat=default.tokenizer.chat_template is not None) for text in texts]

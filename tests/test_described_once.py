@@ -238,6 +238,7 @@ def test_options_are_values() -> None:
         ({"tree": "dynamic:8", "scheme": "naive"}, "dynamic trees draw nothing"),
         ({"tree": "dynamic:8", "walk": "block"}, "dynamic trees draw nothing"),
         ({"scheme": "coupled", "walk": "node"}, "which needs none"),
+        ({"scheme": "coupled:3"}, "unknown scheme 'coupled:3'; did you mean 'coupled'"),
         ({"draft_temperature": "warm"}, "draft_temperature='warm' is out of range"),
         ({"stop_below": 2.0}, "decision threshold 2.0"),
         ({"lossy": "all"}, "unknown lossy rule 'all'"),

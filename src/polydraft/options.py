@@ -101,7 +101,7 @@ class TreeOptions:
         from polydraft.trees import DynamicShape
         from polydraft.verify import SCHEMES, check_walk
 
-        if self.scheme.partition(":")[0] not in (*_OF_ANY_TREE, *SCHEMES):
+        if self.scheme not in _OF_ANY_TREE and self.scheme.partition(":")[0] not in SCHEMES:
             raise unknown_name("scheme", self.scheme, [*_OF_ANY_TREE, *SCHEMES])
         shapes = () if self.tree == AUTO else (*self.shape, self.greedy)
         if self.tree_scheme != AUTO and any(isinstance(shape, DynamicShape) for shape in shapes):

@@ -53,9 +53,9 @@ class Decoder:
     walk : str
         How trees are verified: a registered walk, or ``"auto"`` for the best one that fits the scheme.
     coupled : bool, optional
-        Whether a seed decides the text above temperature 0 as well, whatever drafts and company
-        (docs/decisions/066-a-seed-decides-the-text.md). Schemes and walks are then not used. Not given: if trees are dynamic,
-        on a CPU.
+        Whether a seed gives the same text above temperature 0, whatever the draft and the other texts
+        (docs/decisions/066-a-seed-decides-the-text.md); schemes and walks are then not used. By default, if the trees are
+        dynamic and run on a CPU.
     graphs : bool
         On a GPU, replay whole rounds as CUDA graphs; for beams, the target's passes.
     ahead : bool
