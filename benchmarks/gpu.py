@@ -51,6 +51,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--prompts", type=Path, help="a file of prompts; the built-in ones otherwise")
     parser.add_argument("--temperatures", nargs="*", type=float, default=[0.0, 1.0], help="of the end-to-end run")
+    parser.add_argument("--top-p", type=float, default=1.0, help="of the end-to-end run above temperature 0")
     parser.add_argument("--limit", type=int, default=12, help="prompts of the end-to-end run")
     parser.add_argument("--context", type=int, default=0, help="tokens of other prompts before each, end to end")
     parser.add_argument("--hugging-face", type=int, default=4, metavar="N", help="prompts that its `generate` decodes as well")

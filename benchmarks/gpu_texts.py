@@ -35,7 +35,8 @@ def end_to_end(options: argparse.Namespace) -> dict[str, float]:
     """Decode prompts one at a time, arms in turn, against our plain decoding; Hugging Face decodes the first few."""
     usual = polydraft.load(options.target, options.draft, device="cuda")
     head = load_draft(options.draft, Loaded(usual.target, usual.tokenizer, usual.eos_token_ids))
-    texts = sample_prompts(options.prompts, options.limit)
+    sample = load_prompts(str(options.prompts or "builtin"), limit=options.limit)
+    texts, categories = [prompt.text for prompt in sample], [prompt.category for prompt in sample]
     before = usual.encode("\n\n".join(texts) * (1 + options.context // 500))[: options.context] if options.context else []
     prompts = [before + usual.encode(text, chat=True) for text in texts]
     bare = usual.replace(tokenizer=None)  # without detokenizing
@@ -46,7 +47,7 @@ def end_to_end(options: argparse.Namespace) -> dict[str, float]:
         arms[spec] = one if shape == "default" else one.replace(drafter=drafter_of(shape, head, usual))
     rows: dict[str, float] = {}
     for temperature in options.temperatures:
-        sampling = SamplingParams(temperature=temperature)
+        sampling = SamplingParams(temperature=temperature, top_p=options.top_p if temperature else 1.0)
         start = time.perf_counter()
         for decoder in arms.values():
             decoder.warm_up(sampling=sampling, longest=max(map(len, prompts)) + 129)
@@ -74,6 +75,11 @@ def end_to_end(options: argparse.Namespace) -> dict[str, float]:
             rows |= {f"T={temperature:g} {name} ratio with prompts": whole[0], f"T={temperature:g} {name} first token": first}
             same = sum(one == two for one, two in zip(found_texts[name], found_texts["plain"], strict=True))
             alike = f"  {same} of {len(prompts)} texts as plain" if temperature == 0 else ""
+            for kind in dict.fromkeys(categories):
+                own = [one for one, category in zip(found, categories, strict=True) if category == kind]
+                rows[f"T={temperature:g} {name} per pass, {kind}"] = sum(one.new_tokens for one in own) / sum(
+                    one.passes for one in own
+                )
             print(
                 f"T={temperature:g} {name:14} {tokens / seconds:7.1f} tokens/s  {rate:5.2f}x plain ({low:.2f} to {high:.2f})  "
                 f"{tokens / passes:5.2f} tokens/pass  {1e3 * seconds / passes:6.2f} ms/pass  "

@@ -36,6 +36,8 @@ def batches(options: argparse.Namespace, decoder: Decoder, prompts: list[list[in
     """Time batches, arms in turn."""
     sampling, found = SamplingParams(temperature=options.temperature), {}
     arms = {"plain": decoder.replace(drafter=None), "auto": decoder}
+    if options.coupled:
+        arms["coupled"] = decoder.replace(coupled=True)
     for rows in options.streams:
         texts = [prompts[row % len(prompts)] for row in range(rows)]
         longest = max(map(len, texts)) + options.tokens
@@ -47,10 +49,12 @@ def batches(options: argparse.Namespace, decoder: Decoder, prompts: list[list[in
                 stats = one.generate(texts, sampling=sampling, max_new_tokens=options.tokens)[0].stats
                 rates[name].append(stats.new_tokens / stats.decode_seconds)
                 per_pass[name] = stats.tokens_per_pass
-        plain, auto = (statistics.median(rates[name]) for name in arms)
-        found[f"batch {rows}"] = {"plain": plain, "auto": auto, "ratio": auto / plain, "per_pass": per_pass, "warm_up": warm}
-        print(f"batch {rows}: plain {plain:.0f}, auto {auto:.0f} tokens/s ({auto / plain:.2f}x), "
-              f"{per_pass['auto']:.2f} per pass, warm-up {warm['auto']:.1f} s", flush=True)  # fmt: skip
+        row = {name: statistics.median(rates[name]) for name in arms}
+        found[f"batch {rows}"] = {**row, "per_pass": per_pass, "warm_up": warm}
+        print(f"batch {rows}: plain {row['plain']:.0f} tokens/s")
+        for name in list(arms)[1:]:
+            print(f"    {name} {row[name]:.0f} ({row[name] / row['plain']:.2f}x), {per_pass[name]:.2f} per pass, "
+                  f"warm-up {warm[name]:.1f} s", flush=True)  # fmt: skip
     return found
 
 
@@ -127,13 +131,16 @@ async def streams(options: argparse.Namespace, decoder: Decoder, prompts: list[l
     found: dict[str, Any] = {}
     for count in options.streams:
         row: dict[str, Any] = {}
-        for arm, own in ((OFF, decoder.replace(drafter=None)), (AUTO, decoder)):
+        arms = {OFF: decoder.replace(drafter=None), AUTO: decoder}
+        if options.coupled:
+            arms["coupled"] = decoder.replace(coupled=True)
+        for arm, own in arms.items():
             row[arm] = await timed_clients(options, own, prompts, count)
-        ratio = row[AUTO]["tokens_per_second"] / row[OFF]["tokens_per_second"]
-        found[f"streams {count}"] = {**row, "ratio": ratio}
-        times = ", ".join(f"{arm} {row[arm]['p50'] * 1000:.1f}/{row[arm]['p99'] * 1000:.1f}" for arm in (OFF, AUTO))
-        print(f"streams {count}: off {row[OFF]['tokens_per_second']:.0f}, auto {row[AUTO]['tokens_per_second']:.0f} tokens/s "
-              f"({ratio:.2f}x); ms per token p50/p99: {times}; warm-up {row[AUTO]['warm_up']:.1f} s", flush=True)  # fmt: skip
+            ratio = row[arm]["tokens_per_second"] / row[OFF]["tokens_per_second"]
+            print(f"streams {count}, {arm}: {row[arm]['tokens_per_second']:.0f} tokens/s ({ratio:.2f}x); ms per token p50/p99: "
+                  f"{row[arm]['p50'] * 1000:.1f}/{row[arm]['p99'] * 1000:.1f}; warm-up {row[arm]['warm_up']:.1f} s",
+                  flush=True)  # fmt: skip
+        found[f"streams {count}"] = row
     return found
 
 
@@ -212,6 +219,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--coupled", action="store_true", help="also measure coupled texts, where they are not the default")
     parser.add_argument("--cold", dest="warm", action="store_false", help="leave the scheduler's warm-up out")
     parser.add_argument("--only", choices=["batches", "streams", "overhead"])
     parser.add_argument("--out", type=Path)
