@@ -74,7 +74,6 @@ async def ask(
             prompt,
             cell.params(number),
             seed=1000 * turn + number,
-            seeded="s" in cell.kind,
             max_new_tokens=cell.length(number, turn),
             max_positions=LONGEST,
             grammar=rules.processor(rules.compiled(LINE), len(prompt)) if constrained else None,

@@ -80,7 +80,6 @@ async def one_client(
             prompts[(number + turn) % len(prompts)],
             params,
             seed=1000 * turn + number,
-            seeded=False,
             max_new_tokens=tokens,
             max_positions=LONGEST,
             eos_token_ids=frozenset(),

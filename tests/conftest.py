@@ -23,6 +23,7 @@ from families import FAMILIES
 from polydraft.backends.triton import interpreting
 from polydraft.cli.main import run
 from polydraft.devices import values_hidden
+from polydraft.draft.policy import RowPolicy
 from polydraft.engine.workspace import Workspace
 from polydraft.models import placement
 from polydraft.registry import Registry
@@ -35,6 +36,12 @@ interpreted.turn_on()  # before anything imports Triton
 placement.cpu_computes_bfloat16 = lambda: False
 # What is imported and collected stays to the end: to look through it again and again takes a sixth of the tests' time.
 gc.disable()
+
+
+@pytest.fixture
+def as_if_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every row draft as if no others shared its rounds: a batch then stands for as many single texts."""
+    monkeypatch.setattr(RowPolicy, "share", lambda policy, loads: None)
 
 
 @pytest.fixture(autouse=True)

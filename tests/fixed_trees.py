@@ -8,10 +8,10 @@ from polydraft.trees import DynamicShape
 
 
 class FixedTrees(TreeDrafter):
-    """Grow dynamic trees to their limits for any batch, where a GPU does so for one text at temperature 0."""
+    """Grow dynamic trees to their limits for any batch, where a GPU does so for one text."""
 
     def builder(self, params: RowParams, target: LanguageModel) -> Builder:
-        shape = self.greedy if self.greedy is not None and len(params) == 1 and params.all_greedy else self.topology
+        shape = self.alone if self.alone is not None and len(params) == 1 and params.decided else self.topology
         if not isinstance(shape, DynamicShape):
             return super().builder(params, target)
         source = self.source(len(params))

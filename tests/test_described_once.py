@@ -39,8 +39,8 @@ from polydraft.verify import SCHEMES
 PAGE = Path(__file__).parents[1] / "docs" / "python.md"
 CHOOSING = PAGE.parent / "choosing.md"
 PLACES = {"GPU": (True, "bfloat16"), "CPU, bfloat16": (False, "bfloat16"), "CPU, float32 or int8": (False, "float32")}
-VERIFIERS = {0.0: ("top", "node"), 1.0: ("hybrid", "block")}
-"""Scheme and walk that ``"auto"`` means at temperature 0 and above, for trees that are drawn from a draft."""
+VERIFIERS = {0.0: ("top", "node"), 1.0: (COUPLED, "node")}
+"""Scheme and walk that ``"auto"`` means at temperature 0 and above, for trees from a draft."""
 COSTS = Costs(draft_level=0.1, tree_pass=lambda nodes: 1 + 0.01 * nodes)
 
 
@@ -169,32 +169,32 @@ def test_the_page_shows_the_fields() -> None:
     assert table in PAGE.read_text(), f"put this table into docs/python.md:\n{table}"
 
 
-def trees_of(pair: Pair, *, gpu: bool, dtype: str) -> tuple[str, str, str]:
-    """Return the trees of one greedy text, one sampled text and a batch, in words."""
+def trees_of(pair: Pair, *, gpu: bool, dtype: str) -> tuple[str, str]:
+    """Return the trees of one text and a batch, in words."""
     if pair.draft == NONE:
-        return ("none" if pair.drafter == AUTO else "whatever n-grams find",) * 3
+        return ("none" if pair.drafter == AUTO else "whatever n-grams find",) * 2
     tree = default_tree(
         gpu=gpu, dtype=dtype, asked=asked_for(AUTO, AUTO, pair.drafter), target=pair.target, copy=pair.draft == INT8
     )
     first, _, other = tree.rpartition("/")
     alone = other.removeprefix(BY_LOAD)
     smaller = ", or a smaller one if that is faster" if BY_LOAD in tree else ""
-    return f"`{first or alone}`", f"`{alone}`", f"`{alone}`{smaller}"
+    return f"`{first or alone}`", f"`{alone}`{smaller}"
 
 
 def default_table() -> Iterator[str]:
     """Yield the lines that docs/choosing.md has of it."""
-    yield "| pair | device | one text, temperature 0 | one text, above 0 | batch |"
-    yield "|---|---|---|---|---|"
+    yield "| pair | device | one text | batch |"
+    yield "|---|---|---|---|"
     for pair in PAIRS:
         places = PLACES if pair.draft != NONE else {"any": (False, "float32")}
         for place, (gpu, dtype) in places.items():
             yield f"| {pair.words} | {place} | {' | '.join(trees_of(pair, gpu=gpu, dtype=dtype))} |"
-    (greedy, greedy_walk), (drawn, drawn_walk) = VERIFIERS.values()
+    (greedy, greedy_walk), (coupled, _) = VERIFIERS.values()
     yield ""
-    yield f"At temperature 0, trees from a draft are verified by `{greedy}` and `{greedy_walk}`. Above, texts are `{COUPLED}`"
-    yield f"on a CPU ([schemes](schemes.md)); on a GPU, trees are drawn and verified by `{drawn}` and `{drawn_walk}`, n-grams"
-    yield "by `node`. Models run in bfloat16 where the hardware computes in it, else in float32."
+    above = f"Above, texts are `{coupled}` ([schemes](schemes.md))."
+    yield f"At temperature 0, trees are verified by `{greedy}` and `{greedy_walk}`. {above}"
+    yield "Models run in bfloat16 where the hardware computes in it, else in float32."
 
 
 def test_the_page_shows_the_defaults() -> None:
@@ -220,12 +220,11 @@ def test_defaults_are_options_that_can_be_given() -> None:
 @pytest.mark.parametrize("temperature", VERIFIERS)
 def test_the_default_verifiers_are_those_of_a_decoder(default: Default, temperature: float) -> None:
     options, pair = LoadOptions(tree=default.tree), echo_pair()
-    (dynamic, topology), greedy = options.shape, options.greedy
-    drafter = TreeDrafter(pair.draft, dynamic or topology, greedy=greedy, costs=COSTS)
-    decoder = Decoder(pair.target, drafter, coupled=options.couples(on_host=not default.gpu))
+    (dynamic, topology), alone = options.shape, options.alone
+    drafter = TreeDrafter(pair.draft, dynamic or topology, alone=alone, costs=COSTS)
+    decoder = Decoder(pair.target, drafter, coupled=options.couples)
     settings = decoder.stream([1, 2], sampling=SamplingParams(temperature=temperature)).settings
-    expected = VERIFIERS[temperature] if default.gpu or temperature == 0 else (COUPLED, "node")
-    assert (settings["scheme"], settings["walk"]) == expected
+    assert (settings["scheme"], settings["walk"]) == VERIFIERS[temperature]
 
 
 def test_options_are_values() -> None:

@@ -182,8 +182,7 @@ class Speculate:
         ends = [token for one in eos_criteria for token in one.eos_token_id.flatten().tolist()]
         # Without end-of-text tokens, `generate` extends all rows of a batch until the last one has ended.
         stops_after = _stop_strings(stopping_criteria, target.device) if ends or len(prompts) == 1 else None
-        coupled = self._options.couples(on_host=is_host(target.device))
-        decoder, sequences = Decoder(target, self._drafter, eos_token_ids=ends, coupled=coupled), []
+        decoder, sequences = Decoder(target, self._drafter, eos_token_ids=ends, coupled=self._options.couples), []
         for row, prompt in enumerate(prompts):
             # Other processors may depend on padding and row numbers, so each row has its own.
             bound = [_RowProcessor(other, paddings[row], row, len(prompts)) for other in others] if apart else others

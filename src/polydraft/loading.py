@@ -133,7 +133,7 @@ def make_decoder(options: LoadOptions, loaded: Loaded, draft: LanguageModel | He
         dynamic=dynamic,
         decision=_decision(options, draft),
         by_load=BY_LOAD in options.tree,
-        greedy=options.greedy,
+        alone=options.alone,
         pauses=pauses,
     )
     return Decoder(
@@ -143,7 +143,7 @@ def make_decoder(options: LoadOptions, loaded: Loaded, draft: LanguageModel | He
         eos_token_ids=loaded.eos_token_ids,
         defaults=loaded.defaults if options.generation_config else None,
         walk=options.walk,
-        coupled=options.lossy is None and options.couples(on_host=is_host(loaded.model.device)),
+        coupled=options.lossy is None and options.couples,
         lossless=options.lossless and options.lossy is None,
         graphs=options.graphs,
     )

@@ -78,13 +78,13 @@ class TreeOptions:
     ([[0],[1],[0,0]]), dynamic:64 (at most 64 nodes, chosen each round), load:4x2x2x1x1 (or smaller, in batches), none, or auto.
 
     See `polydraft.trees.parse_tree` and `polydraft.trees.parse_dynamic`. ``"best:64x6/4x2x1"`` is the first tree for a single
-    text at temperature 0, and the second otherwise. ``"auto"`` is such a pair on a GPU. On a CPU, it is a dynamic tree, or a
-    small static one if you name a scheme, a walk or a lossy rule; drafting then pauses while it does not pay."""
+    text, and the second for batches, or if you name a scheme. ``"auto"`` is such a pair on a GPU. On a CPU, it is a dynamic
+    tree, and drafting pauses while it does not pay; or a small static one if you name a scheme, a walk or a lossy rule."""
     scheme: str = AUTO
     """How candidates are drawn and verified; 'polydraft info' lists the schemes.
 
-    Every scheme is exact; they differ in speed. With ``"coupled"``, the default on a CPU, a seed gives the same text with any
-    draft and tree, and without."""
+    Every scheme is exact; they differ in speed. With ``"coupled"``, the default, a seed gives the same text with any draft and
+    tree, and without."""
     walk: str = AUTO
     """Order in which a tree is verified: node, block or auto.
 
@@ -103,7 +103,7 @@ class TreeOptions:
 
         if self.scheme not in _OF_ANY_TREE and self.scheme.partition(":")[0] not in SCHEMES:
             raise unknown_name("scheme", self.scheme, [*_OF_ANY_TREE, *SCHEMES])
-        shapes = () if self.tree == AUTO else (*self.shape, self.greedy)
+        shapes = () if self.tree == AUTO else (*self.shape, self.alone)
         if self.tree_scheme != AUTO and any(isinstance(shape, DynamicShape) for shape in shapes):
             raise UsageError(
                 f"scheme {self.scheme!r} does not work with tree {self.tree!r}: dynamic trees draw nothing; leave it out"
@@ -112,7 +112,7 @@ class TreeOptions:
             raise UsageError(
                 f"walk {self.walk!r} does not work with tree {self.tree!r}: dynamic trees draw nothing; leave it out"
             )
-        if self.greedy is not None and self.shape[0] is not None:
+        if self.alone is not None and self.shape[0] is not None:
             raise UsageError(
                 f"tree {self.tree!r} has a dynamic tree after the slash; allowed there: a static one, such as 4x2x1"
             )
@@ -126,9 +126,10 @@ class TreeOptions:
         """The scheme by which trees are drawn for rows that are not coupled."""
         return AUTO if self.scheme == COUPLED else self.scheme
 
-    def couples(self, *, on_host: bool) -> bool:
-        """Whether texts above temperature 0 are coupled, on a CPU or not."""
-        return self.scheme == COUPLED or (on_host and self.scheme == AUTO and (self.walk == AUTO or self.is_dynamic))
+    @property
+    def couples(self) -> bool:
+        """Whether texts above temperature 0 are coupled."""
+        return self.scheme == COUPLED or (self.scheme == AUTO and (self.walk == AUTO or self.is_dynamic))
 
     @property
     def is_dynamic(self) -> bool:
@@ -145,8 +146,8 @@ class TreeOptions:
         return (None, parse_tree(tree.removeprefix(BY_LOAD))) if dynamic is None else (dynamic, Topology())
 
     @property
-    def greedy(self) -> "Topology | DynamicShape | None":
-        """Tree for a single text at temperature 0, if it has one of its own; else None."""
+    def alone(self) -> "Topology | DynamicShape | None":
+        """Tree for a single text, at temperature 0 or coupled, if that has one of its own; else None."""
         from polydraft.trees import parse_dynamic, parse_tree
 
         first, both, _ = self.tree.rpartition("/")
@@ -327,7 +328,7 @@ class LoadOptions(
         if self.tree == AUTO:
             return
         dynamic, topology = self.shape
-        if dynamic is not None or self.greedy is not None or BY_LOAD in self.tree:
+        if dynamic is not None or self.alone is not None or BY_LOAD in self.tree:
             raise UsageError(f"--lossy {rule} grows forks only, not tree {self.tree}; use a tree such as fork:16x5")
         check_lossy(rule, topology)
 

@@ -12,9 +12,8 @@ from polydraft.sampling import PartialVocabulary
 from polydraft.trees import DraftTree
 from polydraft.verify import BlockWalk, Hybrid, RaceBucketed, Scheme, Verdict
 from polydraft.verify.walk import TargetDistribution
-from verify.drawn_trees import distribution_of, drawn_trees, small_trees
+from verify.drawn_trees import distribution_of, drawn_trees
 from verify.follow_cases import awkward_logits, emitted, root_of, trees
-from verify.test_at_once import inputs_of
 
 from .harness import Case, cases, equal
 
@@ -26,32 +25,6 @@ def same_verdicts(one: Verdict, other: Verdict, tolerance: float) -> None:
     sound_B = one.fault_B == 0
     one, other = (dataclasses.replace(found, tokens_BD=(found.tokens_BD * valid_BD)[sound_B]) for found in (one, other))
     equal(one, other, tolerance)
-
-
-SCHEMES = {
-    "hybrid": Hybrid(buckets=16),
-    "most are certain": Hybrid(0.0, buckets=3),
-    "none is certain": Hybrid(torch.inf),
-    "race": RaceBucketed(buckets=8),
-}
-
-
-@cases("verify_block")
-def _() -> Iterator[Case]:
-    def awkward(scheme: Scheme, tree: str, rows: int, seed: int, device: str) -> tuple[Any, ...]:
-        draft, distributions, uniforms_BU = small_trees(tree, rows, scheme, seed, device=device)
-        return scheme, draft, distributions, uniforms_BU, BlockWalk().least_weight
-
-    def language(known: bool, device: str) -> tuple[Any, ...]:
-        return *inputs_of("hybrid", "block", known=known, rows=2, device=device), BlockWalk().least_weight
-
-    on_gpus = {"compare": same_verdicts, "backends": ("triton",)}
-    for number, (name, scheme) in enumerate(SCHEMES.items()):
-        yield Case(f"awkward, {name}", partial(awkward, scheme, "3x1", 4, 3), slow=number > 1, **on_gpus)
-    for tree, seed in (("1x1", 0), ("1x1x1", 1), ("1x1x1", 2)):
-        yield Case(f"{tree}, {seed}", partial(awkward, SCHEMES["hybrid"], tree, 8, seed), slow=seed > 0, **on_gpus)
-    yield Case("part of the tokens", partial(language, True), **on_gpus)
-    yield Case("all tokens", partial(language, False), slow=True, **on_gpus)
 
 
 BUCKETS, VOCABULARY = 12, 60
@@ -116,21 +89,6 @@ def _() -> Iterator[Case]:
 
     for number in (2, 9, 17):
         yield Case(f"tree {number}", partial(followed, number), slow=number == 2)
-
-
-@cases("draw_hybrid")
-def _() -> Iterator[Case]:
-    def drawn(size: int, count: int, threshold: float, device: str) -> tuple[Any, ...]:
-        generator = torch.Generator().manual_seed(size)
-        distribution_RV = torch.softmax(3 * torch.randn(3, size, generator=generator), -1)
-        uniforms_RK = torch.rand(3, count, generator=generator, dtype=torch.float64)
-        return distribution_RV.to(device), uniforms_RK.to(device), threshold
-
-    for size in (2, 5, 300):
-        for count in (1, 2, 4):
-            for threshold in (0.0, 0.5, torch.inf):
-                slow = (size, count, threshold) not in {(2, 4, 0.5), (5, 2, 0.0), (300, 4, 0.5), (300, 1, torch.inf)}
-                yield Case(f"{count} of {size}, {threshold}", partial(drawn, size, count, threshold), slow=slow)
 
 
 @cases("largest")

@@ -176,9 +176,7 @@ def test_texts_may_come_while_all_others_rest() -> None:
     roots, root = [], HeadSource.root
     for number, prompt in enumerate(prompts):
         limit = 110 if number == 0 else 20
-        engine.add(
-            TokenSequence(prompt=prompt, params=greedy, generator=row_generator(number), max_new_tokens=limit, steady=False)
-        )
+        engine.add(TokenSequence(prompt=prompt, params=greedy, generator=row_generator(number), max_new_tokens=limit))
     sequences = list(engine.waiting)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(HeadSource, "root", lambda source, tail_B2: (roots.append(engine.stats.rounds), root(source, tail_B2))[1])

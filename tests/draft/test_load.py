@@ -6,11 +6,8 @@ import torch
 from exactness.setups import DRAFT, TARGET
 from polydraft.draft import TreeDrafter
 from polydraft.draft.policy import RowPolicy
-from polydraft.engine import Decoder, Engine, TokenSequence
-from polydraft.engine.workspace import Workspace
+from polydraft.engine import Decoder
 from polydraft.lab.theory import Costs, cost_curve
-from polydraft.sampling import IDLE, RowParams, SamplingParams
-from polydraft.sampling.categorical import row_generator
 from polydraft.trees import DynamicShape
 
 # Free up to sixteen tokens, by the token from there on: like a machine whose memory is slow and whose arithmetic is not free.
@@ -31,36 +28,15 @@ def test_fewer_candidates_pay_where_more_rows_share_a_pass() -> None:
     assert sizes([1, 1]) == [found[0]] * 2
 
 
-def rounds_of(decoder: Decoder, count: int, steady: bool) -> tuple[list[TokenSequence], list[list[int]]]:
-    engine = Engine(
-        workspace=Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * count)),
-        elastic=True,
-    )
-    sequences = [
-        TokenSequence(
-            prompt=[1, 2, 3 + n], params=SamplingParams(), generator=row_generator(n), max_new_tokens=60, steady=steady
-        )
-        for n in range(count)
-    ]
-    for one in sequences:
-        engine.add(one)
-    while not engine.done:
-        engine.step()
-    return sequences, [one.new_tokens for one in sequences]
-
-
 @pytest.mark.slow
-def test_a_crowd_drafts_less_and_steady_texts_do_not_notice() -> None:
-    decoder = Decoder(TARGET, TreeDrafter(DRAFT, DynamicShape(nodes=16, depth=4), costs=COSTS), coupled=False)
-    alone = [decoder.generate([1, 2, 3 + n], max_new_tokens=60, seed=[n]).token_ids for n in range(24)]
-    steady, texts = rounds_of(decoder, 24, steady=True)
-    assert texts == alone
-    crowd, _ = rounds_of(decoder, 24, steady=False)
-
-    def drafted(sequences: list[TokenSequence]) -> float:
-        return sum(one.speculation.candidates for one in sequences) / sum(one.speculation.rounds for one in sequences)
-
-    assert drafted(crowd) < drafted(steady) / 3
+def test_a_crowd_drafts_less_and_its_texts_do_not_notice() -> None:
+    decoder = Decoder(TARGET, TreeDrafter(DRAFT, DynamicShape(nodes=16, depth=4), costs=COSTS))
+    prompts = [[1, 2, 3 + n] for n in range(24)]
+    alone = [decoder.generate(prompt, max_new_tokens=60, seed=[n]) for n, prompt in enumerate(prompts)]
+    crowd = decoder.generate(prompts, max_new_tokens=60, seed=list(range(24)))
+    assert [one.token_ids for one in crowd] == [one.token_ids for one in alone]
+    drafted = sum(one.stats.candidates for one in alone) / sum(one.stats.passes for one in alone)
+    assert crowd[0].stats.candidates / crowd[0].stats.passes < drafted / 3
 
 
 def test_rows_that_share_a_pass_try_together() -> None:

@@ -65,9 +65,9 @@ class Meter:
         sizes = (1, 4, 8, 16, 24, 32, 64)
         table = {
             "target": {str(size): 1 + per_token * (size - 1) for size in sizes},
-            "level": dict.fromkeys((*costs.SCHEMES_MEASURED, "naive"), LEVEL),
-            "verification": dict.fromkeys(("plain", *costs.SCHEMES_MEASURED, "naive"), 1e-6),
-            "host": 1e-6,
+            "level": {"tree": LEVEL},
+            "draw": {"token": 1e-6},
+            "host": {"root": 1e-6},
             "spread": 1.0,
         }
         self._patch.setattr(costs, "measure", lambda *_: dict(table))

@@ -17,7 +17,7 @@ from polydraft.backends.triton.drawing import MOST_CHILDREN
 from polydraft.draft.static_builder import plant_largest
 from polydraft.sampling import NO_TOKEN, SamplingParams
 from polydraft.trees import parse_tree
-from polydraft.verify import SCHEMES
+from polydraft.verify import SCHEMES, Hybrid
 
 INTERPRETED = interpreted.turn_on()
 
@@ -133,7 +133,7 @@ def test_nothing_else_is_launched(
         monkeypatch.setattr(_kernels, name, _Noting(None, name, seen))
     interpret(True)
 
-    def draw(distribution_RV: torch.Tensor, uniforms_RK: torch.Tensor, threshold: float) -> torch.Tensor:
+    def draw(scheme: Hybrid, distribution_RV: torch.Tensor, uniforms_RK: torch.Tensor) -> torch.Tensor:
         seen.append("draw")
         return torch.empty(uniforms_RK.shape, dtype=torch.long)
 
@@ -141,7 +141,7 @@ def test_nothing_else_is_launched(
         seen.append("soften")
         return torch.empty(logits_BGV.shape)
 
-    monkeypatch.setattr("polydraft.verify.hybrid.draw_hybrid", draw)
+    monkeypatch.setattr(Hybrid, "draw", draw)
     monkeypatch.setattr("polydraft.sampling.warper.softened", softened)
     case = Growth("4x2x1", columns=300, size=900, known=True, rows=1, params=SamplingParams(temperature=temperature))
     growth, logits_BNV = case.builder(), case.logits(torch.bfloat16)

@@ -121,16 +121,9 @@ def test_one_slow_round_changes_nothing() -> None:
     assert machine.run(choice, 30) == [before] * 30
 
 
-def test_a_row_alone_has_the_largest_tree_and_steady_texts_one_that_is_cheap() -> None:
-    for rows, steady, expected in ((1, False, LARGEST), (1, True, LARGEST), (2, True, TREES[2]), (64, True, TREES[2])):
-        machine = Machine(rows)
-        choice = TreeChoice(TREES, Timings(), rows, machine.clock)
-        choice.alone, choice.steady = rows == 1, steady
-        assert machine.run(choice, 30) == [expected] * 30
-    assert str(TREES[2]) == "1x1"
-    choice = TreeChoice(trees_by_load(parse_tree("16")), Timings(), 8)
-    choice.steady = True
-    assert str(choice.trees[choice.place]) == "1", "a tree of one level has no chain of two"
+def test_a_row_alone_has_the_largest_tree() -> None:
+    machine = Machine(1)
+    assert machine.run(TreeChoice(TREES, Timings(), 1, machine.clock), 30) == [LARGEST] * 30
 
 
 @pytest.mark.parametrize("largest", ["2x1", "2x2", "3x1", "chain:3", "2x1x1", "4x2x1x1x1", "16", "chain:1"])
@@ -139,8 +132,6 @@ def test_every_tree_that_rounds_begin_with_is_rehearsed(largest: str, rows: int)
     choice = TreeChoice(trees_by_load(parse_tree(largest)), Timings(), rows)
     choice.alone = rows == 1
     assert choice.place in choice.kinds(rows) and len(set(choice.kinds(rows))) == len(choice.kinds(rows))
-    choice.steady = True
-    assert choice.place in choice.kinds(rows)
 
 
 def test_rehearsals_teach_what_rounds_take() -> None:

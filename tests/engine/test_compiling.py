@@ -46,7 +46,7 @@ def target() -> HFModel:
 
 
 def texts(model: Any, shape: str, temperature: float) -> list[list[int]]:
-    decoder = Decoder(model, FixedTrees(early_exit(model, 1), SHAPES[shape]), graphs=True)
+    decoder = Decoder(model, FixedTrees(early_exit(model, 1), SHAPES[shape]), graphs=True, coupled=True)
     sampling = SamplingParams(temperature=temperature)
     results = decoder.generate([PROMPT, PROMPT[:2]], sampling=sampling, max_new_tokens=12, seed=[3, 4])
     return [result.token_ids for result in results]
@@ -93,7 +93,7 @@ def test_what_fails_ahead_of_time_is_left_to_the_round(
 @pytest.mark.parametrize(
     ("shape", "temperature", "expected"),
     [
-        ("static", 0.8, {"rank_blocks", "draw_children", "prepare", "fill_cells", "race", "measure", "finish", *LAYERS}),
+        ("static", 0.8, {"perturb", "largest_of_parts", "follow", *LAYERS}),
         ("dynamic", 0.0, {"rank_and_sum", "grow_level", "choose_candidates", "plant_chosen", "follow", *LAYERS}),
     ],
 )
@@ -106,10 +106,9 @@ def test_they_launch_what_rounds_do(
     monkeypatch: pytest.MonkeyPatch,
     interpret: Callable[[bool], None],
 ) -> None:
-    from polydraft.backends.triton import block_kernels as _kernels
-    from polydraft.backends.triton import draw_kernels as drawing
     from polydraft.backends.triton import follow_kernels as _follow_kernels
     from polydraft.backends.triton import growth_kernels as _growth_kernels
+    from polydraft.backends.triton import gumbel_kernels as _gumbel_kernels
     from polydraft.backends.triton import layer_kernels as layers
 
     seen: dict[str, set[str]] = {"ahead": set(), "round": set()}
@@ -130,7 +129,7 @@ def test_they_launch_what_rounds_do(
             pass
 
     monkeypatch.setattr(compiling, "threading", SimpleNamespace(Thread=AtOnce))
-    for module in (_growth_kernels, drawing, _follow_kernels, _kernels, layers):
+    for module in (_growth_kernels, _follow_kernels, _gumbel_kernels, layers):
         for name in expected & set(vars(module)):
             monkeypatch.setattr(module, name, _Noting(getattr(module, name), lambda name=name: seen[turns[-1]].add(name)))
     interpret(True)

@@ -23,6 +23,8 @@ from polydraft.trees import DynamicShape
 from .configurations import Configuration
 from .setups import DRAFT, GRAM_PROMPT, HEAD, PENALTIES, RAGGED_PROMPTS, TARGET, gram_options
 
+pytestmark = pytest.mark.usefixtures("as_if_alone")
+
 CHEAP = Costs(draft_level=0.02, tree_pass=lambda nodes: 1 + 0.002 * nodes)
 BALANCED = Costs(draft_level=0.1, tree_pass=lambda nodes: 1 + 0.05 * (nodes - 1))
 """Where the size of the best tree hangs on what was learnt."""

@@ -1,4 +1,4 @@
-"""Static trees that follow the load: any choice is exact, captured or not, and texts with a seed do not notice."""
+"""Static trees that follow the load: any choice is exact, captured or not, and coupled texts do not notice."""
 
 import itertools
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from covering import all_slow, covering, keeping, some_slow
+from covering import all_slow, covering
 from polydraft.certify.reference import greedy_text
 from polydraft.draft import TreeDrafter
 from polydraft.draft.ladder import Ladder
@@ -16,7 +16,7 @@ from polydraft.engine.workspace import Workspace
 from polydraft.sampling import IDLE, RowParams, SamplingParams
 from polydraft.sampling.categorical import row_generator
 from polydraft.trees import parse_tree
-from stand_in import StandIn, round_graphs
+from stand_in import StandIn
 
 from .configurations import Configuration
 from .setups import DRAFT, HEAD, PENALTIES, RAGGED_PROMPTS, TARGET
@@ -42,9 +42,8 @@ both_models = pytest.mark.parametrize("model", MODELS)
 
 @pytest.fixture
 def every_tree(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
-    """Let the choice go round all trees, each for some rounds, even for texts with a seed."""
-    for name in ("steady", "alone"):
-        monkeypatch.setattr(TreeChoice, name, property(lambda self: False, lambda self, value: None), raising=False)
+    """Let the choice go round all trees, each for some rounds."""
+    monkeypatch.setattr(TreeChoice, "alone", property(lambda self: False, lambda self, value: None), raising=False)
 
     def take_turns(rounds: int) -> None:
         def settle(choice: TreeChoice, *_: Any) -> None:
@@ -131,37 +130,29 @@ def test_a_draft_equal_to_the_target_is_always_accepted(every_tree: object, mode
     assert stats.accepts_by_depth == stats.offers_by_depth and stats.passes > stats.offers_by_depth[0] > 0
 
 
-def test_texts_with_a_seed_have_one_tree_alone_and_one_in_company() -> None:
-    fixed, following = Decoder(TARGET, TreeDrafter(DRAFT, TREE)), by_load()
-    single: dict[str, Any] = {"max_new_tokens": 40, "seed": 5}
-    assert following.generate(RAGGED_PROMPTS[0], **single).token_ids == fixed.generate(RAGGED_PROMPTS[0], **single).token_ids
+def test_a_seed_gives_a_coupled_text_in_any_company(every_tree: object) -> None:
+    plain, following = Decoder(TARGET, coupled=True), by_load(coupled=True)
+    expected = texts(plain.generate(RAGGED_PROMPTS, max_new_tokens=40, seed=SEEDS))
     three = following.generate(RAGGED_PROMPTS, max_new_tokens=40, seed=SEEDS)
     two = following.generate(RAGGED_PROMPTS[1:], max_new_tokens=40, seed=SEEDS[1:])
     many = following.generate(RAGGED_PROMPTS[::-1] * 5, max_new_tokens=[40, 40, 40, *[9] * 12], seed=SEEDS[::-1] * 5)
-    assert texts(three)[1:] == texts(two) and texts(three) == texts(many)[2::-1]
-    assert three[0].stats.candidates == 2 * three[0].stats.passes, "a chain of two"
+    assert texts(three) == texts(many)[2::-1] == expected and texts(two) == expected[1:]
+    assert 0 < three[0].stats.candidates < (TREE.num_nodes - 1) * three[0].stats.passes, "trees of several sizes"
 
 
-@pytest.mark.parametrize("steady", some_slow([True, False], [True]))  # texts with a seed, above, are steady
-def test_other_texts_have_smaller_trees_where_these_pay(steady: bool) -> None:
+def test_texts_have_smaller_trees_where_these_pay() -> None:
     decoder = by_load()
     workspace = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * 4))
     engine = Engine(workspace)
     sequences = [
-        TokenSequence(
-            prompt=[1, 2, 3 + row], params=SamplingParams(), generator=row_generator(row), max_new_tokens=80, steady=steady
-        )
+        TokenSequence(prompt=[1, 2, 3 + row], params=SamplingParams(), generator=row_generator(row), max_new_tokens=80)
         for row in range(4)
     ]
     for sequence in sequences:
         engine.add(sequence)
     while not engine.done:
         engine.step()
-    drafted = {one.speculation.candidates / one.speculation.rounds for one in sequences}
-    assert drafted == {2} if steady else max(drafted) < TREE.num_nodes - 1
-    if steady:
-        expected = decoder.generate([[1, 2, 3 + row] for row in range(4)], max_new_tokens=80, seed=list(range(4)))
-        assert [one.new_tokens for one in sequences] == texts(expected)
+    assert max(one.speculation.candidates / one.speculation.rounds for one in sequences) < TREE.num_nodes - 1
 
 
 def test_a_warm_decoder_has_tried_every_tree_that_may_pay() -> None:
@@ -169,91 +160,4 @@ def test_a_warm_decoder_has_tried_every_tree_that_may_pay() -> None:
     decoder.warm_up(batch_size=4, longest=80)
     tried = [place for place in range(PLACES) if decoder.drafter._timings.seconds((4, "hybrid"), place) is not None]
     tokens = [4 * tree.num_nodes for tree in TREES]
-    steady = 2  # the chain of two
-    assert tried == [0, *(place for place in range(1, PLACES) if tokens[place] >= 16 or place == steady)] and len(tried) > 2
-
-
-@pytest.fixture
-def largest_pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Ladder, "best", lambda ladder, *_: ladder.largest)
-
-
-def sequence(row: int, steady: bool, sampling: SamplingParams, limit: int = 60) -> TokenSequence:
-    return TokenSequence(
-        row=row, prompt=[1, 2, 3 + row], params=sampling, generator=row_generator(row), max_new_tokens=limit, steady=steady
-    )
-
-
-def finished(decoder: Decoder, texts: list[TokenSequence], capture: bool = False) -> StandIn | None:
-    """Write all texts in one engine's rounds."""
-    workspace = Workspace(decoder.target, decoder.drafter, RowParams((IDLE,) * len(texts)), ahead=capture)
-    graphs = None
-    if capture:
-        graphs = workspace.launcher.graphs = round_graphs(workspace)
-    engine = Engine(workspace, elastic=not capture)
-    for one in texts:
-        engine.add(one)
-    while not engine.done:
-        engine.step()
-    return graphs
-
-
-SCHEMES_DRAWN = ["auto", "rrs-wor", "rrs-wr", "naive"]
-
-
-@pytest.mark.parametrize(("model", "scheme", "capture", "sampling"), [
-    *covering(["model"], ["auto", "rrs-wr"], [False, True], ["drawn", "penalties"]),
-    *all_slow(MODELS, SCHEMES_DRAWN, [False, True], ["drawn", "penalties"]),
-])  # fmt: skip
-def test_others_do_not_pay_for_texts_with_a_seed(
-    largest_pays: None, model: str, scheme: str, capture: bool, sampling: str
-) -> None:
-    """They have the tree by load; the text with a seed has the candidates that it has among its like, by the same numbers."""
-    decoder = Decoder(TARGET, TreeDrafter(MODELS[model], TREE, scheme, by_load=True))
-    params = SAMPLINGS[sampling]
-    usual = [sequence(row, True, params) for row in range(4)]
-    finished(decoder, usual)
-    mixed = [sequence(row, row in (0, 2), GREEDY if row == 3 else params) for row in range(4)]
-    graphs = finished(decoder, mixed, capture)
-    for row in (0, 2):
-        assert mixed[row].new_tokens == usual[row].new_tokens
-        assert mixed[row].speculation.candidates <= 2 * mixed[row].speculation.rounds
-    for row in (1, 3):
-        drafted = mixed[row].speculation.candidates / mixed[row].speculation.rounds
-        assert drafted > (TREE.num_nodes - 1) * 0.9
-    assert mixed[3].new_tokens == greedy_text(TARGET, mixed[3].prompt, 60, GREEDY)
-    if graphs is not None:
-        assert graphs.replays > len(graphs.kinds) / 2
-
-
-@pytest.mark.parametrize("place", keeping([0, 1, 2], 1))
-def test_a_text_with_a_seed_keeps_its_chain_where_less_would_pay(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
-    monkeypatch.setattr(Ladder, "best", lambda ladder, *_: place)
-    decoder = by_load()
-    usual, mixed = (
-        [sequence(row, own, SamplingParams()) for row, own in enumerate([True, any_, any_])] for any_ in (True, False)
-    )
-    for texts_ in (usual, mixed):
-        finished(decoder, texts_)
-    assert mixed[0].new_tokens == usual[0].new_tokens
-
-
-@pytest.mark.parametrize("model", some_slow(MODELS, ["head"]))
-def test_limited_rows_follow_the_target_distribution(largest_pays: None, monkeypatch: pytest.MonkeyPatch, model: str) -> None:
-    configuration = Configuration(label=f"limited rows: {model}", samples=1_500)
-    original = TokenSequence.__init__
-
-    def every_other(self: TokenSequence, **fields: Any) -> None:
-        original(self, **{**fields, "steady": fields["row"] % 2 == 0})
-
-    monkeypatch.setattr(TokenSequence, "__init__", every_other)
-    monkeypatch.setattr(Configuration, "decoder", lambda self: by_load(model))
-    # Fifteen tests on each of two decoders: false alarm below 1e-4 together.
-    assert min(configuration.p_values(configuration.generate())) > 1e-4 / (15 * 2)
-
-
-def test_a_warm_decoder_has_rehearsed_rounds_with_limited_rows(caches: list[StandIn]) -> None:
-    decoder = by_load()
-    decoder.warm_up(batch_size=4, longest=80)
-    kinds = {kind[-3][4] for graphs in caches for kind in graphs.kinds if kind[0] != "reading"}
-    assert ((PLACES - 1, "limited"),) in kinds and ((2, "limited"),) not in kinds
+    assert tried == [0, *(place for place in range(1, PLACES) if tokens[place] >= 16)] and len(tried) > 2

@@ -55,7 +55,6 @@ DECODERS = {
     "dynamic, decision": lambda: dynamic(DRAFT, decision=Moody()),
     "static, resting": lambda: static(DRAFT, "auto"),
     "static head, resting": lambda: static(HEAD, "auto"),
-    "static, resting, rrs": lambda: static(DRAFT, "rrs-wor"),
     "static, decision": lambda: Decoder(TARGET, TreeDrafter(DRAFT, parse_tree("3x2x1"), decision=Moody())),
     "static head, decision": lambda: Decoder(TARGET, TreeDrafter(HEAD, parse_tree("3x2x1"), decision=Moody())),
     "static, decision, rrs": lambda: Decoder(TARGET, TreeDrafter(DRAFT, parse_tree("fork:3x3"), "rrs-wor", decision=Moody())),
@@ -63,12 +62,13 @@ DECODERS = {
 
 SLOW = {
     "model", "head", "resting head", "fixed", "static head, decision", "static, decision, rrs",
-    "static head, resting", "static, resting, rrs",
+    "static head, resting",
 }  # fmt: skip
 """Whatever of these breaks breaks the parametrised tests of all drafters too, or a quicker decoder here."""
 every_decoder = pytest.mark.parametrize("name", some_slow(DECODERS, SLOW))
 
 
+@pytest.mark.usefixtures("as_if_alone")
 @every_decoder
 def test_texts_follow_the_target_distribution(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     configuration = Configuration(label=f"dynamic: {name}", samples=2_000)
@@ -84,6 +84,7 @@ def test_texts_follow_the_target_distribution(name: str, monkeypatch: pytest.Mon
     assert ("resting" in name) == (stats.offers_by_depth[0] < 0.9 * stats.passes)
 
 
+@pytest.mark.usefixtures("as_if_alone")
 @every_decoder
 def test_greedy_texts_are_the_argmax_and_rows_are_their_own(name: str) -> None:
     decoder = DECODERS[name]()

@@ -34,7 +34,7 @@ WIDES = {"static": WIDE, "dynamic": DynamicShape(nodes=24, depth=4, adaptive=Fal
 
 
 def decoder_of(model: Any, wide: str = "static", **options: Any) -> Decoder:
-    return Decoder(TARGET, FixedTrees(model, USUAL, greedy=WIDES[wide]), **options)
+    return Decoder(TARGET, FixedTrees(model, USUAL, alone=WIDES[wide]), **options)
 
 
 def depth_of(result: Generation) -> float:
@@ -79,12 +79,12 @@ def test_a_gpu_grows_dynamic_trees_where_kernels_do_and_has_the_best_static_tree
 ) -> None:
     interpret(kernels)
     gpu: Any = SimpleNamespace(device=torch.device("cuda"), shape_obstacle=obstacle, vocab_size=TARGET.vocab_size)
-    for drafter in (TreeDrafter(DRAFT, USUAL, greedy=WIDES["dynamic"]), TreeDrafter(DRAFT, WIDES["dynamic"])):
+    for drafter in (TreeDrafter(DRAFT, USUAL, alone=WIDES["dynamic"]), TreeDrafter(DRAFT, WIDES["dynamic"])):
         builder = drafter.builder(RowParams((params,)), gpu)
         if (params, kernels, obstacle) not in SLOW:
             assert isinstance(builder, FixedBuilder)
         else:
-            usual = params.temperature > 0 and drafter.greedy is not None
+            usual = params.temperature > 0 and drafter.alone is not None
             assert type(builder) is StaticBuilder and builder.topology == (USUAL if usual else WIDE)
 
 
@@ -119,10 +119,10 @@ def test_a_gpu_has_two_trees_unless_something_is_asked_for() -> None:
     gpu, cpu = torch.device("cuda"), torch.device("cpu")
     small, large = (_resolved(LoadOptions(target), gpu, torch.bfloat16) for target in ("smollm2", "inflated:7b"))
     for options, nodes in ((small, 32), (large, 64)):
-        assert isinstance(options.greedy, DynamicShape) and options.greedy.nodes == nodes
+        assert isinstance(options.alone, DynamicShape) and options.alone.nodes == nodes
         assert options.shape == (None, parse_tree("4x2x1x1x1")) and "/load:" in options.tree
     for options in (LoadOptions(tree="4x2x1"), LoadOptions(walk="node"), LoadOptions(scheme="rrs-wor")):
-        assert _resolved(options, gpu, torch.bfloat16).greedy is None
-    assert _resolved(LoadOptions(), cpu, torch.bfloat16).greedy is None
+        assert _resolved(options, gpu, torch.bfloat16).alone is None
+    assert _resolved(LoadOptions(), cpu, torch.bfloat16).alone is None
     parallel = _resolved(LoadOptions(device_map="tp"), gpu, torch.bfloat16)
-    assert parallel.shape == small.shape and parallel.greedy == small.greedy and "load:" not in parallel.tree
+    assert parallel.shape == small.shape and parallel.alone == small.alone and "load:" not in parallel.tree

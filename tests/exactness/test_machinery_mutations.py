@@ -77,8 +77,8 @@ def distribution_of_the_first_node_of_the_level(original: Callable, draft: Draft
     return draft.distributions[level][:, 0]
 
 
-def verification_shares_the_drafts_numbers(original: Callable, noise: Noise, count: int, only: Any) -> Tensor:
-    uniforms_BU = original(noise, count, only)
+def verification_shares_the_drafts_numbers(original: Callable, noise: Noise, count: int) -> Tensor:
+    uniforms_BU = original(noise, count)
     uniforms_BU[:, -4:] = uniforms_BU[:, :4]  # the walk takes the last four, one a level and one for the bonus
     return uniforms_BU
 

@@ -147,6 +147,7 @@ def drawn_again(
     return torch.where((children_RK == drawn_R[:, None]).any(-1), drawn_R, again_R)
 
 
+@pytest.mark.usefixtures("as_if_alone")
 @pytest.mark.parametrize("wrong", [first_child_taken, drawn_again], ids=lambda one: one.__name__)
 def test_a_rule_that_believes_predictions_is_caught(monkeypatch: pytest.MonkeyPatch, wrong: Callable) -> None:
     original = Naive.verify

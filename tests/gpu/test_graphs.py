@@ -10,10 +10,8 @@ from families import FAMILIES
 from polydraft.draft import Combination, Drafter, Plain, TreeDrafter
 from polydraft.draft.gram_options import GramTreeOptions
 from polydraft.draft.grams import gram_tree
-from polydraft.draft.ladder import Ladder
-from polydraft.engine import Decoder, Engine, TokenSequence
+from polydraft.engine import Decoder, TokenSequence
 from polydraft.engine.graphs import GraphCache
-from polydraft.engine.workspace import Workspace
 from polydraft.models import Context, TabularModel
 from polydraft.models.hf import HFModel
 from polydraft.sampling import RowParams, SamplingParams
@@ -277,41 +275,6 @@ def test_rounds_have_fewer_rows_as_texts_end(kind: str, sampling: str) -> None:
             assert found.token_ids == alone.token_ids, (turn, row)
         assert {8, 2} <= rows, rows
     assert stream.stats.replayed_rounds > 0.8 * stream.stats.rounds
-
-
-@pytest.mark.parametrize("kind", ["model", "head"])
-def test_texts_with_a_seed_keep_theirs_in_captured_rounds_of_larger_trees(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In float32, where small models are invariant too: rows that are limited to a chain, beside rows that are not."""
-    monkeypatch.setattr(Ladder, "best", lambda ladder, *_: ladder.largest)
-    target = HFModel(FAMILIES.get("llama").build().to("cuda"), invariant=True)
-    tree = parse_tree("4x2x1")
-    model = head_tree(target, tree).model if kind == "head" else perturbed("llama", "cuda")
-    drafter = TreeDrafter(model, tree, by_load=True)
-
-    def written(steady: list[bool]) -> tuple[list[TokenSequence], Engine]:
-        texts = [
-            TokenSequence(
-                prompt=[5, 9, 11 + row],
-                params=SamplingParams(),
-                generator=row_generator(row),
-                max_new_tokens=80,
-                steady=own,
-            )
-            for row, own in enumerate(steady)
-        ]
-        workspace = Workspace(target, drafter, RowParams((SamplingParams(),) * len(texts)))
-        engine = Engine(workspace, sequences=texts)
-        while not engine.done:
-            engine.step()
-        return texts, engine
-
-    among_themselves, _ = written([True] * 4)
-    mixed, engine = written([True, False, True, False])
-    assert engine.stats.replayed_rounds > engine.stats.rounds / 2
-    for row in (0, 2):
-        assert mixed[row].new_tokens == among_themselves[row].new_tokens
-    drafted = [one.speculation.candidates / one.speculation.rounds for one in mixed]
-    assert max(drafted[0], drafted[2]) <= 2 and min(drafted[1], drafted[3]) > 10
 
 
 def test_lanes_hand_their_storage_on() -> None:

@@ -53,4 +53,4 @@ def test_costs_are_those_of_captured_rounds(target: HFModel, caplog: pytest.LogC
     with caplog.at_level(logging.INFO):
         table = measure(target, Int8Copy(target), 8)
     assert not [line for line in caplog.messages if "without CUDA graphs" in line]
-    assert table["captured"] and costs_of(table, "hybrid").overhead < 1
+    assert table["captured"] and costs_of(table).draft_level < 1.5

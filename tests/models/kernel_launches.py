@@ -26,7 +26,6 @@ from polydraft.backends.triton.drawing import MOST_CHILDREN
 from polydraft.backends.triton.head import Entries, FusedHead
 from polydraft.backends.triton.invariant import Sight, invariant_attention, invariant_parts, sight_of
 from polydraft.backends.triton.layers import FusedBody, TreeView, add_norm, gate, rotate_store, vector_product
-from polydraft.backends.triton.verification import FusedRound
 from polydraft.devices import values_hidden
 from polydraft.draft import DistributionSource
 from polydraft.draft.shaped_builder import FixedBuilder
@@ -43,8 +42,6 @@ from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.sampling.gumbel import perturbed
 from polydraft.sampling.warper import softened
 from polydraft.trees import DraftTree, DynamicShape, SlicedMask, parse_tree, union
-from polydraft.verify import SCHEMES, BlockWalk
-from polydraft.verify.hybrid import draw_hybrid
 from polydraft.verify.node import follow_largest, follow_tokens
 
 
@@ -176,20 +173,12 @@ def attend_invariantly(empty: Callable[..., torch.Tensor], batch_size: int, size
     invariant_attention(query, key, key, sight, 0.1)
 
 
-def verification(dtype: torch.dtype) -> None:
-    """Draw and verify trees of the default shape, with part of a vocabulary and with all of it, and smaller ones."""
+def planting(dtype: torch.dtype) -> None:
+    """Plant children in trees of the default shape, with part of a vocabulary and with all of it, and in smaller ones."""
     for tree, size, known in (("4x2x2x1x1", 49152, 16384), ("8x1", 128256, 128256), ("2x1", 50, 50)):
-        topology, hybrid = parse_tree(tree), SCHEMES.get("hybrid")()
-        draw_hybrid(torch.zeros(3, known), torch.zeros(3, topology.max_children, dtype=torch.float64), 0.5)
-        drawing = [sum(bool(topology.children[node]) for node in level) for level in topology.levels[:-1]]
+        topology = parse_tree(tree)
         vocabulary = PartialVocabulary(torch.arange(known), size) if known < size else None
-        distributions, tokens = (
-            tuple(torch.zeros(1, count, known) for count in drawing),
-            torch.zeros(1, topology.num_nodes).long(),
-        )
-        tree = DraftTree.from_topology(topology, tokens, distributions, torch.zeros(topology.num_nodes).long(), vocabulary)
-        numbers = torch.zeros(1, BlockWalk().uniforms(hybrid, topology.depth), dtype=torch.float64)
-        FusedRound(hybrid, tree, torch.zeros(1, topology.num_nodes, size), numbers, 2**-6).verdict()
+        tokens = torch.zeros(1, topology.num_nodes).long()
         children = torch.ones(2, topology.max_children, dtype=torch.long)
         plant_largest(torch.zeros(1, 2, known, dtype=dtype), children, tokens, vocabulary, size)
         plant_columns(children.view(1, -1), children, tokens, vocabulary)
@@ -270,7 +259,7 @@ def main(what: str, capability: str, dtype: str) -> None:
     JITFunction.__getitem__ = lambda kernel, grid: partial(_compile, kernel, grid)
     if int(capability) >= 90:
         _invariant.shared_room = lambda device: 227 * 2**10
-    models = [whole_models, large_models, odd_models, invariant, verification, memories, probabilities]
+    models = [whole_models, large_models, odd_models, invariant, planting, memories, probabilities]
     models += [greedy_rounds, dynamic_rounds]
     with interpreting(), values_hidden():  # tensors are on the CPU, and kernels are to be launched all the same
         for launches in [trees] if what == "trees" else models:

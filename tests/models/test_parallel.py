@@ -150,8 +150,8 @@ def test_trees_are_no_deeper_than_a_pass_gives(target: HFModel, tmp_path: Path) 
     for shape in (parse_tree("chain:5"), DynamicShape(nodes=12, depth=5)):
         with pytest.raises(UsageError, match=r"gives 4 levels per pass, but the tree has 5; .* such as chain:4"):
             TreeDrafter(head, shape)
-    usual = TreeDrafter(head, parse_tree("3x2x1x1x1"), greedy=DynamicShape(nodes=64, depth=7), pauses=True)
-    assert usual.topology == parse_tree("3x2x1x1") and usual.greedy == DynamicShape(nodes=64, depth=4)
+    usual = TreeDrafter(head, parse_tree("3x2x1x1x1"), alone=DynamicShape(nodes=64, depth=7), pauses=True)
+    assert usual.topology == parse_tree("3x2x1x1") and usual.alone == DynamicShape(nodes=64, depth=4)
     with pytest.raises(UsageError, match="does not read candidates, as beams need"):
         BeamDecoder(Decoder(target, TreeDrafter(head, parse_tree("chain:4"))))
     with pytest.raises(UsageError, match="cannot be written for speculators: it drafts several levels"):
@@ -163,7 +163,7 @@ def test_one_pass_is_paid_by_the_round_and_not_by_its_levels(target: HFModel, tm
     head = load_draft(str(write(tmp_path, config, weights_of(config))), Loaded(target, None, ()))
     table = measure(target, head, 8)
     assert table["root"]["pass"] > 0
-    costs, free = costs_of(table, "top"), costs_of({**table, "root": {}}, "top")
+    costs, free = costs_of(table), costs_of({**table, "root": {}})
     assert costs.overhead > free.overhead and costs.draft_level == free.draft_level
 
 

@@ -222,6 +222,7 @@ DRAFTS = {
 }
 
 
+@pytest.mark.usefixtures("as_if_alone")
 @pytest.mark.parametrize(("drafts", "count"), [
     ("static", 120), ("predicted", 60), *(pytest.param(name, 600, marks=pytest.mark.slow) for name in DRAFTS)
 ])  # fmt: skip

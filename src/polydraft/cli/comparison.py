@@ -146,8 +146,8 @@ def draft_name(decoder: Decoder) -> str:
 def tree_name(decoder: Decoder) -> str:
     """Return the name of the tree, or two names if single greedy texts have another one."""
     drafter = decoder.drafter
-    if isinstance(drafter, TreeDrafter) and drafter.greedy is not None:
-        return f"{drafter.greedy}/{drafter.topology}"
+    if isinstance(drafter, TreeDrafter) and drafter.alone is not None:
+        return f"{drafter.alone}/{drafter.topology}"
     return "none" if drafter.topology is None else str(drafter.topology)
 
 

@@ -1,7 +1,7 @@
 """Builders, which decide the nodes of a draft tree: their interface, and the distributions that they draw from."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -111,21 +111,10 @@ class Builder(ByRow, ABC):
         # A walk that does not fit is refused only if the user also chose the scheme: at temperature 0, `top` replaces it.
         return resolve_walk(name, self.scheme, insist=self.asked_scheme == self.scheme.name)
 
-    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
-        """Set how many rows share each row's rounds: the more, the smaller the trees that pay.
-
-        `steady` marks rows whose trees must not depend on what pays; None for idle rows.
-        """
+    def share(self, loads: Sequence[int]) -> None:
+        """Set how many rows share each row's rounds: the more, the smaller the trees that pay."""
         if self.policy is not None:
             self.policy.share(loads)
-
-    @property
-    def limited(self) -> Mapping[int, Sequence[int]]:
-        """Rows limited to a part of the next tree, and which of the `num_uniforms` random numbers they use, in draw order.
-
-        They draw only those, so that their random numbers do not depend on other rows.
-        """
-        return {}
 
     def row_parts(self) -> Iterable[ByRow]:
         """Return the source and the policy."""

@@ -1,7 +1,7 @@
 """What target passes and draft levels cost on this machine: measured once, and kept on disk.
 
-They are kept because the tree decides which random number goes to which token: only with the same costs, and so the same
-trees, does a seed give the same text again.
+They are for trees whose children are the likeliest tokens, and for tries of n-grams. They are kept because measuring takes a
+second or two.
 """
 
 import hashlib
@@ -27,29 +27,25 @@ from polydraft.models.int8_copy import Int8Copy
 from polydraft.models.placement import agreed
 from polydraft.ngrams import GramOptions, SuffixCache
 from polydraft.output import cache_root, written_whole
-from polydraft.sampling import SamplingParams, Warper, draw_one
+from polydraft.sampling import draw_one
 from polydraft.trees import Block, DraftTree, Topology, causal_block
-from polydraft.verify import SCHEMES, BlockWalk, Naive, NodeWalk, TargetDistributions, Verdict
+from polydraft.verify import Naive, NodeWalk
 
 logger = logging.getLogger(__name__)
 
 _SIZES = (1, 4, 8, 16, 24, 32, 48, 64, 96, 128)
-_CONTEXT, _BEAM, _DRAWING, _CHILDREN = 128, 8, 2, 4
+_CONTEXT, _BEAM, _NARROW, _CHILDREN = 128, 8, 2, 4
 _SMALL_TREE = 16
-"""Trees of up to this many nodes have narrow levels, whatever the scheme."""
+"""Trees of up to this many nodes have narrow levels."""
 _LEAST_REPEATS, _MOST_REPEATS, _SECONDS = 4, 12, 2.0
 _TOGETHER = 4
 """Runs timed together on a GPU, to wait for the device only once."""
 _DISTURBED = 1.6
 """If the third quartile of repeated times is more than this multiple of the first, the machine was busy."""
-_EDITION = 3
+_EDITION = 4
 """Version of the tables; older ones are measured again."""
 _tables: dict[Path, dict[str, Any]] = {}
 """Tables that this process has read or measured."""
-SCHEMES_MEASURED = ("top", "hybrid")
-"""Schemes of drawn trees, at temperature 0 and above."""
-GRAMS = "naive"
-"""Scheme of n-gram tries."""
 _HOST = 3.2
 """Host time of every round and every draft level, apart from passes and draws, as a multiple of a walk over a lone root: 0.9 ms
 in a plain round of a tiny model, where such a walk takes 0.27 ms; 1.1 ms with the bundled model in int8."""
@@ -59,7 +55,7 @@ Draft = LanguageModel | Head | None
 """The draft; None for n-grams."""
 
 
-def measured_costs(target: LanguageModel, draft: Draft, nodes: int, scheme: str) -> Costs:
+def measured_costs(target: LanguageModel, draft: Draft, nodes: int) -> Costs:
     """Return the costs of this pair on this machine, measuring them the first time (a second or two).
 
     Parameters
@@ -68,13 +64,11 @@ def measured_costs(target: LanguageModel, draft: Draft, nodes: int, scheme: str)
         The draft is None for n-grams.
     nodes : int
         Nodes of the largest tree.
-    scheme : str
-        Scheme by which children are drawn and verified, part of a level's cost.
     """
     file = cache_root() / "costs" / f"{_key(target, draft, nodes)}.json"
     if file in _tables:
-        return costs_of(_tables[file], scheme)
-    table = agreed(_read(file, draft))
+        return costs_of(_tables[file])
+    table = agreed(_read(file))
     if table is None:
         logger.info("measuring what passes of the target and the draft cost here, once ...")
         table = measure(target, draft, nodes)
@@ -84,30 +78,24 @@ def measured_costs(target: LanguageModel, draft: Draft, nodes: int, scheme: str)
             table["disturbed"] = True
             logger.info("this machine was busy: costs will be measured again by the next process")
     _tables[file] = table = agreed(table)
-    return costs_of(table, scheme)
+    return costs_of(table)
 
 
-def costs_of(table: Mapping[str, Any], scheme: str) -> Costs:
+def costs_of(table: Mapping[str, Any]) -> Costs:
     """Convert a table of seconds into costs, in units of a plain round.
 
     A plain round is a pass over one token, the draw of the next one, and the host's work. Every round has the last two, so
-    rounds with trees differ less from plain ones than their passes do. A captured round has no host work, and verifies all
-    levels in one kernel.
+    rounds with trees differ less from plain ones than their passes do. A captured round has no host work.
     """
-    level, plain_draw = table["level"][scheme], table["verification"]["plain"]
-    verification = max(table["verification"][scheme] - plain_draw, 0.0)  # every round draws its last token
-    captured = table.get("captured", False)
-    host = 0.0 if captured else table["host"]
-    passes = rising({int(size): seconds + plain_draw + host for size, seconds in table["target"].items()})
+    host = 0.0 if table.get("captured", False) else table["host"]["root"]
+    passes = rising({int(size): seconds + table["draw"]["token"] + host for size, seconds in table["target"].items()})
     plain = passes[min(passes)]
     # N-grams are looked up once, timed as a level; a draft's level has as many small operations as a plain round.
-    by_level = 0.0 if captured else verification + (0.0 if scheme == GRAMS else host)
-    per_level, overhead = level + by_level, verification if captured else 0.0
-    overhead += table.get("root", {}).get("pass", 0.0)
+    per_level = table["level"]["tree"] + (0.0 if table.get("grams", False) else host)
     return Costs(
         draft_level=per_level / plain,
         tree_pass=cost_curve(passes),
-        overhead=overhead / plain,
+        overhead=table.get("root", {}).get("pass", 0.0) / plain,
         disturbed=table.get("disturbed", False),
     )
 
@@ -131,7 +119,7 @@ def rising(measured: Mapping[int, float]) -> dict[int, float]:
 
 @torch.inference_mode()
 def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
-    """Time target passes of several sizes (output head included), draft levels and verification, in seconds.
+    """Time target passes of several sizes (output head included), draft levels and a draw, in seconds.
 
     All take turns, so that a disturbance hits each of them a little instead of one of them a lot. Each also runs after what
     precedes it in decoding, which has evicted its data from the CPU's caches: a tree's pass after a draft level, a plain pass
@@ -148,17 +136,14 @@ def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
         return lambda: target.head(context.extend(tokens_1T, block))
 
     turns: list[tuple[str, str, Callable[[], Any]]] = []
-    schemes = _schemes(draft)
-    beam = _BEAM if nodes > _SMALL_TREE else _DRAWING
-    levels = [("level", name, _draft_level(draft, name, beam) if draft is not None else _lookup(target)) for name in schemes]
-    for turn, size in enumerate(reversed(sizes)):
-        if size > 1:
-            turns.append(levels[turn % len(levels)])
+    beam = _BEAM if nodes > _SMALL_TREE else _NARROW
+    level = ("level", "tree", _lookup(target) if draft is None else _draft_level(draft, beam))
+    for size in reversed(sizes):
+        turns += [level] if size > 1 or len(sizes) == 1 else []
         turns.append(("target", str(size), target_pass(size)))
-    turns += [level for level in levels if level not in turns]  # if there are fewer passes than levels
     if isinstance(draft, ParallelHead):
         turns.append(("root", "pass", _root_pass(draft)))
-    turns += [("verification", name, _verification(name, target, draft)) for name in ("plain", *schemes)]
+    turns.append(("draw", "token", _draw(target)))
     in_graphs = captures(target.device) and target.graph_obstacle is None
     if not in_graphs:
         turns.append(("host", "root", _root_walk(target)))
@@ -172,10 +157,11 @@ def measure(target: LanguageModel, draft: Draft, nodes: int) -> dict[str, Any]:
         for kind, name, work in turns:
             times[kind, name].append(timed(work, target.device))
         done += 1
-    table: dict[str, Any] = {"captured": in_graphs}
+    table: dict[str, Any] = {"captured": in_graphs, "grams": draft is None}
     for (kind, name), found in times.items():
         table.setdefault(kind, {})[name] = sorted(found)[len(found) // 4]
-    table["host"] = 0.0 if in_graphs else _HOST * table["host"]["root"]
+    if not in_graphs:
+        table["host"]["root"] *= _HOST
     table["spread"] = statistics.median(
         sorted(found)[3 * len(found) // 4] / sorted(found)[len(found) // 4]
         for (kind, _), found in times.items()
@@ -199,10 +185,6 @@ def captured(work: Callable[[], Any]) -> Callable[[], Any]:
         graph.replay()
 
     return replay
-
-
-def _schemes(draft: Draft) -> tuple[str, ...]:
-    return (GRAMS,) if draft is None else SCHEMES_MEASURED
 
 
 def _lookup(target: LanguageModel) -> Callable[[], Any]:
@@ -232,32 +214,11 @@ def _root_walk(target: LanguageModel) -> Callable[[], Any]:
     return work
 
 
-def _verification(name: str, target: LanguageModel, draft: Draft) -> Callable[[], Any]:
-    """Return the work of verifying one level: a softmax, then a plain draw or a walk over a draft's children."""
-    generator = torch.Generator().manual_seed(0)
-    columns = target.vocab_size if draft is None else draft.num_columns
-    logits_1V = 4 * torch.randn(1, target.vocab_size, generator=generator).to(target.device)
-    uniforms_1U = torch.rand(1, 256, generator=generator, dtype=torch.float64).to(target.device)
-    if name == "top":
-        return lambda: _seen(logits_1V.argmax(-1))
-    if name in ("plain", GRAMS):
-        return lambda: _seen(draw_one(torch.softmax(logits_1V, dim=-1), uniforms_1U[:, 0]))
-    assert draft is not None
-    scheme, walk, draft_1D = SCHEMES.get(name)(), BlockWalk(), torch.softmax(logits_1V[:, :columns].clone(), dim=-1)
-    children_1K = scheme.draw(draft_1D, uniforms_1U[:, : min(_CHILDREN, columns)])
-    tokens_1K = children_1K if draft.vocabulary is None else draft.vocabulary.tokens(children_1K)
-    tokens_1N, widths = torch.nn.functional.pad(tokens_1K, (1, 0)), [tokens_1K.shape[1]]
-    rows_N = torch.zeros_like(tokens_1N[0])
-    tree = DraftTree.from_topology(Topology.from_widths(widths), tokens_1N, (draft_1D[:, None],), rows_N, draft.vocabulary)
-    own_1U = uniforms_1U[:, : walk.uniforms(scheme, tree.depth)]
-    warper = Warper(SamplingParams(), target.vocab_size, [], target.device)
-    logits_1NV = logits_1V.expand(tokens_1N.shape[1], -1)[None]
-    in_rounds = captures(target.device)  # in captured rounds, kernels take the distributions of all nodes at once
-
-    def verify() -> Verdict:
-        return walk.run(scheme, tree, TargetDistributions(logits_1NV, lambda logits: logits, warper, whole=in_rounds), own_1U)
-
-    return verify
+def _draw(target: LanguageModel) -> Callable[[], Any]:
+    """Return the work of drawing a token: a softmax and a draw."""
+    logits_1V = 4 * torch.randn(1, target.vocab_size, generator=torch.Generator().manual_seed(0)).to(target.device)
+    uniform_1 = torch.full((1,), 0.5, dtype=torch.float64, device=target.device)
+    return lambda: _seen(draw_one(torch.softmax(logits_1V, dim=-1), uniform_1))
 
 
 def _root_pass(head: ParallelHead) -> Callable[[], Any]:
@@ -270,21 +231,12 @@ def _root_pass(head: ParallelHead) -> Callable[[], Any]:
     return lambda: head.head(context.draft(tokens_1W[:, :1], fused_1WH[:, :1], one_1))
 
 
-def _draft_level(draft: LanguageModel | Head, name: str, beam: int) -> Callable[[], Any]:
-    """Return the work of one draft level: a pass over its nodes (`beam` of them for `top`), a softmax, and the children."""
-    width = 1 if isinstance(draft, Int8Copy) else beam if name == "top" else _DRAWING
-    logits, device, scheme = _draft_pass(draft, width), draft.device, SCHEMES.get(name)()
-    scores_1W = torch.zeros(1, width, device=device, dtype=torch.float64)
-    uniforms_1U = torch.rand(1, width * _CHILDREN, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(device)
-
-    def work() -> None:
-        probs_1WD = torch.softmax(logits().float(), -1)
-        if name == "top":
-            best_children(scores_1W, probs_1WD, 2 * beam, 8 * beam)
-        else:
-            scheme.draw(probs_1WD[0], uniforms_1U.view(width, _CHILDREN))
-
-    return work
+def _draft_level(draft: LanguageModel | Head, beam: int) -> Callable[[], Any]:
+    """Return the work of one draft level: a pass over its nodes, a softmax, and the children."""
+    width = 1 if isinstance(draft, Int8Copy) else beam
+    logits = _draft_pass(draft, width)
+    scores_1W = torch.zeros(1, width, device=draft.device, dtype=torch.float64)
+    return lambda: best_children(scores_1W, torch.softmax(logits().float(), -1), 2 * beam, 8 * beam)
 
 
 def _draft_pass(draft: LanguageModel | Head, width: int) -> Callable[[], torch.Tensor]:
@@ -334,12 +286,12 @@ def _key(target: LanguageModel, draft: Draft, nodes: int) -> str:
     return "_".join("".join(letter if letter.isalnum() else "-" for letter in str(word))[-40:] for word in words)
 
 
-def _read(file: Path, draft: Draft) -> dict[str, Any] | None:
+def _read(file: Path) -> dict[str, Any] | None:
     try:
-        table, schemes = json.loads(file.read_text()), _schemes(draft)
-        good = set(table["level"]) >= set(schemes) and set(table["verification"]) >= {"plain", *schemes}
-        good = good and all(int(size) > 0 for size in table["target"]) and (table["captured"] or table["host"] > 0)
-        good = good and all(seconds > 0 for part in ("target", "level", "verification") for seconds in table[part].values())
+        table = json.loads(file.read_text())
+        parts = ["target", "level", "draw", *([] if table["captured"] else ["host"])]
+        good = all(int(size) > 0 for size in table["target"]) and {"tree", "token"} <= {*table["level"], *table["draw"]}
+        good = good and all(seconds > 0 for part in parts for seconds in table[part].values())
         return dict(table) if good and table["target"] else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
@@ -353,7 +305,7 @@ def _write(file: Path, table: dict[str, Any]) -> None:
             partial.write_text(json.dumps(table))
     except OSError as error:
         logger.warning(
-            "cannot keep the measured costs in %s (%s): dynamic trees, and so sampled texts, may differ from run to run",
+            "cannot keep the measured costs in %s (%s): the next process measures them again",
             file,
             error.strerror,
         )

@@ -24,7 +24,7 @@ class Drafter(ABC):
     topology: Topology | DynamicShape | None = None
     """Shape of the trees."""
     ranked: bool = False
-    """Whether its trees on a CPU hold the likeliest tokens, not drawn ones; above temperature 0, that pays in coupled texts."""
+    """Whether its trees hold the likeliest tokens, not drawn ones; above temperature 0, that pays in coupled texts."""
 
     @abstractmethod
     def start(self, params: RowParams, target: LanguageModel) -> DraftSession:
@@ -56,8 +56,8 @@ class Parts:
     """Decides between levels whether to go on."""
     by_load: bool = False
     """Whether rows that share rounds may have smaller trees than `topology`."""
-    greedy: Topology | DynamicShape | None = None
-    """Replaces `topology` for a single text at temperature 0."""
+    alone: Topology | DynamicShape | None = None
+    """Replaces `topology` for a single text, at temperature 0 or coupled."""
     pauses: bool = False
     """Whether drafting pauses on a CPU while it does not pay, by measured costs; dynamic trees always do."""
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from polydraft.devices import is_host
 from polydraft.draft.builder import Builder
-from polydraft.draft.costs import GRAMS, measured_costs
+from polydraft.draft.costs import measured_costs
 from polydraft.draft.device_trie import DeviceTrieBuilder, on_device
 from polydraft.draft.drafter import DRAFTERS, Drafter, Parts
 from polydraft.draft.gram_options import GramTreeOptions, RiderOptions, Sizes
@@ -97,7 +97,7 @@ class GramTree(Drafter):
     def _pacing(self, sizes: Sizes, batch_size: int, target: LanguageModel) -> RowPolicy:
         """Return the policy that decides how many candidates pay. Branches ride along in every pass, so they are overhead."""
         most, riders = 1 + sizes.nodes, sizes.riders.most
-        costs = self.costs or measured_costs(target, None, most, GRAMS)
+        costs = self.costs or measured_costs(target, None, most)
         overhead = costs.overhead + costs.tree_pass(1 + riders) - costs.tree_pass(1)
         return RowPolicy(dataclasses.replace(costs, overhead=overhead), batch_size, most, belief=self.belief)
 

@@ -1,6 +1,6 @@
 """`DraftSession`, one class for every drafter at work: it connects builders and their sources to the rounds of a batch."""
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
@@ -94,13 +94,6 @@ class DraftSession(ByRow):
         """How many random numbers per row the next `propose` uses."""
         return sum(builder.num_uniforms for builder in self._builders)
 
-    def own_uniforms(self, count: int) -> Mapping[int, Sequence[int]]:
-        """Return the rows that use only some of a round's `count` random numbers, and which ones."""
-        if self._drawn is None:
-            return {}
-        others = range(self._drawn.num_uniforms, count)
-        return {row: [*used, *others] for row, used in self._drawn.limited.items()}
-
     @property
     def contexts(self) -> Sequence[Context]:
         """Caches that rounds write to."""
@@ -169,13 +162,10 @@ class DraftSession(ByRow):
         """Why a row without candidates in the last round had none; None for plain decoding."""
         return " and ".join(dict.fromkeys(builder.rest_reason for builder in self._builders)) or self._rests
 
-    def share(self, loads: Sequence[int], steady: Sequence[bool | None]) -> None:
-        """Set how many rows share each row's rounds, as far as its drafts may depend on it.
-
-        `steady` marks rows whose trees must not depend on what pays; None for idle rows.
-        """
+    def share(self, loads: Sequence[int]) -> None:
+        """Set how many rows share each row's rounds, as far as its drafts may depend on it."""
         for builder in self._builders:
-            builder.share(loads, steady)
+            builder.share(loads)
 
     def row_parts(self) -> Iterable[ByRow]:
         """Return the builders, with their sources."""

@@ -188,18 +188,12 @@ class StaticBuilder(DistributionBuilder):
         return False
 
     def made_up(self, dtype: torch.dtype) -> DraftTree | None:
-        """Draw from uniform distributions, if children are drawn."""
-        scheme, vocabulary, rows = self.scheme, self._distributions.vocabulary, len(self._greedy_B)
-        plan, device = self._whole_plan, self.source.device
-        columns = self._distributions.num_columns
-        distributions = [torch.full((rows, len(level.nodes_GK), columns), 1 / columns, device=device) for level in plan.levels]
-        for level, distribution_BGV in zip(plan.levels, distributions, strict=True):
-            for group in () if scheme.needs_order_only else level.groups:
-                distribution_RV = distribution_BGV[:, group.rows].flatten(0, 1)
-                self._draw(distribution_RV, distribution_RV.new_zeros(len(distribution_RV), group.width, dtype=torch.float64))
-        tokens_BN = torch.zeros(rows, self.num_nodes, dtype=torch.long, device=device)
-        kept = () if scheme.follows_target else tuple(distributions)
-        return DraftTree.from_topology(self.topology, tokens_BN, kept, plan.distribution_rows_N, vocabulary)
+        """Return a tree without candidates; None if they are drawn, which takes no kernels of ours."""
+        if not self.scheme.needs_order_only:
+            return None
+        tokens_BN = torch.zeros(len(self._greedy_B), self.num_nodes, dtype=torch.long, device=self.source.device)
+        rows_N, vocabulary = self._whole_plan.distribution_rows_N, self._distributions.vocabulary
+        return DraftTree.from_topology(self.topology, tokens_BN, (), rows_N, vocabulary)
 
     def places_of(self, path_BD: Tensor) -> Tensor:
         """Return the nodes' own numbers, after the lead."""

@@ -1,8 +1,4 @@
-"""Which of a few static trees a round uses: the one that pays, or a fixed one for texts that must not depend on load.
-
-What pays depends on the machine. So texts that a seed must reproduce have the *steady* tree in all rounds, or are limited to it
-in rounds of a larger tree.
-"""
+"""Which of a few static trees a round uses: the one that pays on this machine for so many rows."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -15,8 +11,6 @@ _DEEPEST = 4
 """Most levels of smaller trees."""
 FAIR = (0.55, 0.14, 0.06, 0.04)
 """Chances that an average draft's first child is accepted, its second, and so on, to compare trees."""
-_STEADY = 3
-"""Most nodes of the steady tree of a batch: those of a chain of two, which pays for 2 rows as well as for 64."""
 
 
 def trees_by_load(largest: Topology) -> tuple[Topology, ...]:
@@ -54,9 +48,8 @@ class TreeChoice:
         ranks = (*FAIR, *(FAIR[-1] / 2**rank for rank in range(1, wider + 1)))
         rungs = [Rung(tree.num_nodes, tree_tokens(tree, ranks) - 1) for tree in trees]
         self.ladder = Ladder(rungs, timings, rows, clock)
-        self._company = rows > 1
-        self.alone, self.steady, self.mixed = True, False, False
-        """Whether rounds have one row, whether some rows must have the steady tree, and whether others need not."""
+        self.alone = True
+        """Whether rounds have one row."""
         self.rehearsed: int | None = None
         """Place of the tree of all rounds during a rehearsal; else None."""
 
@@ -65,27 +58,7 @@ class TreeChoice:
         """Place of the next round's tree."""
         if self.rehearsed is not None:
             return self.rehearsed
-        if self.steady and not self.mixed:
-            return self.steady_place
-        place = self.ladder.largest if self.alone else self.ladder.place
-        # A larger tree may contain the steady one; steady rows are then limited to that.
-        return place if not self.steady or (place > self.steady_place and self.spine(place)) else self.steady_place
-
-    @property
-    def steady_place(self) -> int:
-        """Place of the steady tree: the largest for a text alone, and in a batch a short chain, which is cheap for all."""
-        small = [place for place, tree in enumerate(self.trees) if tree.num_nodes <= _STEADY]
-        return small[-1] if self._company else self.ladder.largest
-
-    def spine(self, place: int) -> tuple[int, ...]:
-        """Return the nodes of a tree that make up the steady tree, root first; empty if the tree does not contain it.
-
-        They are first children of first children, and so the first nodes of their levels.
-        """
-        steady, tree, nodes = self.trees[self.steady_place], self.trees[place], [0]
-        while steady.max_children == 1 and len(nodes) < steady.num_nodes and tree.children[nodes[-1]]:
-            nodes.append(tree.children[nodes[-1]][0])
-        return tuple(nodes) if len(nodes) == steady.num_nodes else ()
+        return self.ladder.largest if self.alone else self.ladder.place
 
     def settle(self, rows: int, accepted: Sequence[int], scheme: str = "") -> None:
         """Learn from a round and choose the next one's tree; parameters as for `Ladder.settle`."""
@@ -93,9 +66,4 @@ class TreeChoice:
 
     def kinds(self, rows: int) -> list[int]:
         """Return the places of all trees that rounds with this many rows may have."""
-        found = self.ladder.worth_a_trial(rows)
-        return found if self.steady_place in found else [*found, self.steady_place]
-
-    def mixed_kinds(self, rows: int) -> list[int]:
-        """Return the places of trees in which some rows may be limited to the steady tree."""
-        return [place for place in self.kinds(rows) if rows > 1 and place > self.steady_place and self.spine(place)]
+        return self.ladder.worth_a_trial(rows)

@@ -20,7 +20,7 @@ from polydraft.draft.session import DraftSession
 from polydraft.draft.shaped_builder import FixedBuilder
 from polydraft.draft.source import DistributionSource
 from polydraft.draft.speedup import Costs
-from polydraft.draft.static_builder import DEFAULT_SCHEME, DrawOptions, StaticBuilder
+from polydraft.draft.static_builder import DrawOptions, StaticBuilder
 from polydraft.draft.static_plan import check_tree
 from polydraft.draft.stopping_builder import Decision, StoppingBuilder
 from polydraft.draft.translated_source import TranslatedSource
@@ -48,8 +48,8 @@ class TreeDrafter(Drafter):
         The draft: a model with the target's tokens, or with translated ones, or a head trained for the target.
     shape : Topology or DynamicShape
         A static tree, or the limits of a tree that follows the draft's confidence (OPT-Tree, EAGLE-2). On a CPU a dynamic tree
-        is as large as pays. On a GPU it uses up its limits, for one text at temperature 0; all other batches have the best
-        static tree with as many nodes and levels, because above temperature 0 dynamic trees bring no more tokens there.
+        is as large as pays. On a GPU it uses up its limits, for one text at temperature 0 or coupled; batches have the best
+        static tree with as many nodes and levels.
     scheme : str or Scheme
         For static trees: a registered scheme, ``"auto"``, or a scheme of your own; `top` at draft temperature 0.
     draft_temperature : float, optional
@@ -60,13 +60,14 @@ class TreeDrafter(Drafter):
         What levels and passes cost, for dynamic trees; measured when first needed, and kept for this machine, if not given.
     by_load : bool
         If `shape` is static, let rows that share rounds have smaller trees when these bring more tokens over time.
-    greedy : Topology or DynamicShape, optional
-        Replaces a static `shape` for one text at temperature 0: candidates are then the likeliest tokens, so trees pay that
-        would be slow to draw. On a GPU without kernels to grow it, a dynamic shape becomes the best static tree with as many
-        nodes and levels.
+    alone : Topology or DynamicShape, optional
+        Replaces a static `shape` for a single text, at temperature 0 or coupled: its candidates are the likeliest tokens, so
+        trees pay that would be slow to draw. On a GPU without kernels to grow it, a dynamic shape becomes the best static tree
+        with as many nodes and levels.
     pauses : bool
-        The tree is a default, not a request: cut it to the levels that the draft has. On a CPU, let rows of static trees rest
-        while drafting does not pay, like those of dynamic trees, and decode plainly if an average draft could not pay.
+        The tree is a default, not a request: cut it to the levels that the draft has. On a CPU, unless a scheme is named, let
+        rows of static trees rest while drafting does not pay, like those of dynamic trees, and decode plainly if an average
+        draft could not pay.
     """
 
     def __init__(
@@ -79,18 +80,18 @@ class TreeDrafter(Drafter):
         decision: Decision | None = None,
         costs: Costs | None = None,
         by_load: bool = False,
-        greedy: Topology | DynamicShape | None = None,
+        alone: Topology | DynamicShape | None = None,
         pauses: bool = False,
     ) -> None:
         self.model: LanguageModel | Head = model
         if isinstance(model, ParallelHead):
-            levels, deepest = model.shape.depths, max(shape.depth, 0 if greedy is None else greedy.depth)
+            levels, deepest = model.shape.depths, max(shape.depth, 0 if alone is None else alone.depth)
             if deepest > levels and not pauses:
                 raise UsageError(
                     f"draft {model.name!r} gives {levels} levels per pass, but the tree has {deepest}; use a smaller "
                     f"one, such as chain:{levels}"
                 )
-            shape, greedy = shape.cut(levels), None if greedy is None else greedy.cut(levels)
+            shape, alone = shape.cut(levels), None if alone is None else alone.cut(levels)
         if isinstance(model, Int8Copy) and isinstance(shape, DynamicShape):
             shape = dataclasses.replace(shape, beam=1)  # every further node of a level costs as much as the first
         self.topology: Topology | DynamicShape = shape
@@ -98,7 +99,7 @@ class TreeDrafter(Drafter):
         self.ranked = self.dynamic
         self.name = "dynamic" if self.dynamic else "head" if isinstance(model, Head) else "model"
         self.by_load = by_load and decision is None and not self.dynamic
-        self._timings, self.greedy, self.pauses = Timings(), greedy, pauses
+        self._timings, self.alone, self.pauses = Timings(), alone, pauses
         if isinstance(shape, Topology):
             check_tree(shape, scheme, model.num_columns)
         elif scheme != "auto":
@@ -137,12 +138,12 @@ class TreeDrafter(Drafter):
         """Return the builder of a batch's trees."""
         source, shape = self.source(len(params)), self.topology
         alone = len(params) == 1 and params.decided
-        if alone and self.greedy is not None:
-            shape = self.greedy
+        if alone and self.alone is not None:
+            shape = self.alone
         if isinstance(shape, Topology):
-            return self._static(source, shape, params, target, by_load=self.by_load and shape is not self.greedy)
+            return self._static(source, shape, params, target, by_load=self.by_load and shape is not self.alone)
         if is_host(target.device):
-            costs = self._costs(shape.nodes, shape.adaptive, params, target)
+            costs = self._costs(shape.nodes, shape.adaptive, target)
             return DynamicBuilder(
                 source,
                 shape,
@@ -166,22 +167,21 @@ class TreeDrafter(Drafter):
             assert self.decision is None
             choice = TreeChoice(trees_by_load(tree), self._timings, len(params))
             return LoadBuilder(source, choice, params, target.vocab_size, **options)
-        # On a GPU rounds are captured, and trees by load take the place of pauses.
-        pauses = self.pauses and not self.by_load and is_host(target.device)
+        # On a GPU rounds are captured, and trees by load take the place of pauses. Nobody knows what a named scheme costs.
+        pauses = self.pauses and self.scheme == "auto" and not self.by_load and is_host(target.device)
         if not pauses and self.decision is None:
             return StaticBuilder(source, tree, params, target.vocab_size, **options)
         policy = None
         if pauses:
-            costs = self._costs(tree.num_nodes, True, params, target)
+            costs = self._costs(tree.num_nodes, True, target)
             policy = RowPolicy(costs, len(params), tree.num_nodes, belief=self.belief)
         return StoppingBuilder(source, tree, params, target.vocab_size, decision=self.decision, policy=policy, **options)
 
-    def _costs(self, nodes: int, adaptive: bool, params: RowParams, target: LanguageModel) -> Costs:
+    def _costs(self, nodes: int, adaptive: bool, target: LanguageModel) -> Costs:
         """Return what rounds cost, measured only if decisions depend on it."""
         if self.costs is not None or not adaptive:
             return self.costs or _NOMINAL
-        drawn = not params.decided and self.draft_temperature != 0
-        return measured_costs(target, self.model, nodes, DEFAULT_SCHEME if drawn else "top")
+        return measured_costs(target, self.model, nodes)
 
 
 class Combination(Drafter):
@@ -221,7 +221,7 @@ def _register(name: str, needs: type[LanguageModel] | type[Head], *, dynamic: bo
                 draft_temperature=temperature,
                 decision=decision,
                 by_load=parts.by_load,
-                greedy=parts.greedy,
+                alone=parts.alone,
                 pauses=pauses,
             )
         # Costs are measured only if the limits were given; the tiny models of tests have none worth measuring.

@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, Unpack, cast, overload
 
-from polydraft.devices import is_host
 from polydraft.draft import Drafter, Plain
 from polydraft.draft.forced import with_forced
 from polydraft.draft.predicted import with_prediction
@@ -55,7 +54,7 @@ class Decoder:
     coupled : bool, optional
         Whether a seed gives the same text above temperature 0, whatever the draft and the other texts
         (docs/decisions/066-a-seed-decides-the-text.md); schemes and walks are then not used. By default, if the trees are
-        dynamic and run on a CPU.
+        dynamic.
     graphs : bool
         On a GPU, replay whole rounds as CUDA graphs; for beams, the target's passes.
     ahead : bool
@@ -98,7 +97,7 @@ class Decoder:
             )
         self.eos_token_ids, self.defaults = tuple(eos_token_ids), defaults
         self.walk = walk if walk == AUTO else WALKS.get(walk).name
-        self.coupled = self.drafter.ranked and is_host(target.device) if coupled is None else coupled
+        self.coupled = self.drafter.ranked if coupled is None else coupled
         self.graphs, self.ahead = graphs, ahead
         self._grammars: Grammars | None = None
         """Built on first use, which takes a second."""
@@ -150,8 +149,7 @@ class Decoder:
             Hard limit for each text.
         seed : int or one for each prompt, optional
             Same seed, same text. Drawn at random if not given, and reported in `settings`. If texts are not coupled, above
-            temperature 0, trees of texts with a seed do not follow the load, which may be slower in a batch: on a CPU such a
-            text drafts as if it were alone, on a GPU a text alone has the full tree, and texts in a batch have a chain of two.
+            temperature 0, the text also depends on the trees, and so on other texts if trees follow the load.
         stop : str or list of str, or one list for each prompt, optional
             Strings that end a text.
         chat : bool, default False
@@ -192,7 +190,6 @@ class Decoder:
                 text,
                 own,
                 seed=seed,
-                seeded=options.get("seed") is not None,
                 max_new_tokens=limit,
                 stop=stop,
                 grammar=grammar,
@@ -229,7 +226,6 @@ class Decoder:
         stop: Sequence[str] = (),
         markers: Collection[int] = (),
         grammar: GrammarProcessor | None = None,
-        seeded: bool = True,
         **options: Unpack[SequenceOptions],
     ) -> TokenSequence:
         """Make a `TokenSequence` from what a request asks for; every text of every request is made here.
@@ -248,8 +244,6 @@ class Decoder:
             Special tokens to show in the text.
         grammar : GrammarProcessor, optional
             Restricts the text to a grammar; runs after all other processors.
-        seeded : bool
-            Whether the user chose the seed, which then gives the same text in any company.
         **options
             Other fields of `TokenSequence`.
         """
@@ -264,8 +258,6 @@ class Decoder:
             generator=generator,
             max_new_tokens=max_new_tokens,
             assembler=self.assembler(stop, markers),
-            # Unless scores decide it, the text for a seed depends on its trees.
-            steady=seeded and params.temperature > 0 and not self.coupled,
             **options,
         )
 

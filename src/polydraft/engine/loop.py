@@ -270,18 +270,15 @@ class Engine:
         self._share()
         with self.stats.clock("draft"):
             count = self.workspace.num_uniforms(self.walk)
-            uniforms_BU = self.slots.noise.uniforms(count, self.session.own_uniforms(count))
+            uniforms_BU = self.slots.noise.uniforms(count)
         workspace = self.workspace
         ahead = bool(self._launched)
         return workspace.launcher.launch(workspace.begun, workspace.contexts, self.walk, uniforms_BU, self.stats, ahead=ahead)
 
     def _share(self) -> None:
         """Tell the drafter how many texts share the rounds."""
-        active = self.slots.active()
-        load = sum(active)
-        loads = [1 if one is None or one.steady or one.done else load for one in self.slots]
-        steady = [one.steady if one is not None and works else None for one, works in zip(self.slots, active, strict=True)]
-        self.session.share(loads, steady)
+        load = sum(self.slots.active())
+        self.session.share([1 if one is None or one.done else load for one in self.slots])
 
     def _runs_ahead(self, now: Launched) -> bool:
         """Whether to launch another round before this one's outcome is known; not if it could be for nothing."""

@@ -115,8 +115,6 @@ class TokenSequence:
     """Where the model's context ends."""
     stops_after: Callable[[Sequence[int]], bool] | None = None
     """Whether the caller will end the text after these tokens, if it can tell in advance."""
-    steady: bool = True
-    """Whether its trees must not depend on how many other texts there are, so that a seed gives the same text."""
     traced: bool = False
     """Whether to report its trees."""
     top_logprobs: int | None = None

@@ -67,7 +67,6 @@ def rehearse(
                 prompt,
                 cast[row % len(cast)],
                 seed=row,
-                seeded=False,
                 max_new_tokens=limit,
                 eos_token_ids=frozenset(),
                 space=space,

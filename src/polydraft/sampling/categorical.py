@@ -4,7 +4,7 @@ Inverse-CDF sampling takes one random number per draw, few enough for each row t
 row's text depends neither on its neighbours in the batch nor on the device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -147,16 +147,12 @@ class Noise(ByRow):
         """Return a placeholder, until the row gets its own generator."""
         return _Uniforms(torch.Generator())
 
-    def uniforms(self, count: int, only: Mapping[int, Sequence[int]] | None = None) -> Tensor:
-        """Return `count` fresh numbers in [0, 1) per row, as float64; rows in `only` draw just the numbers at these places."""
+    def uniforms(self, count: int) -> Tensor:
+        """Return `count` fresh numbers in [0, 1) per row, as float64."""
         pinned = captures(self.device)
         # Torch reuses page-locked memory only after the copies from it have ended, so several may be under way.
         uniforms_BU = torch.empty(len(self._rows), count, dtype=torch.float64, pin_memory=pinned)
         array_BU = uniforms_BU.numpy()
         for row, own in enumerate(self._rows):
-            if only is not None and (places := only.get(row)) is not None:
-                array_BU[row] = 0.0
-                array_BU[row, places] = own.take(len(places))
-            else:
-                array_BU[row] = own.take(count)
+            array_BU[row] = own.take(count)
         return uniforms_BU.to(self.device, non_blocking=pinned)

@@ -202,7 +202,6 @@ class Service:
                     prompt,
                     wanted.params,
                     seed=row_seed(seed, row),
-                    seeded=wanted.seed is not None,
                     max_new_tokens=self._limit(len(prompt), wanted),
                     stop=wanted.stop,
                     markers=self._markers if parsers else frozenset(),

@@ -102,9 +102,8 @@ def forecast_of(folder: str, target: Loaded, acceptance: Sequence[Acceptance], t
     """Estimate a draft's speed-up on this machine from its held-out acceptance and the cost of its passes."""
     draft, topology = load_draft(folder, target), parse_tree(tree)
     assert draft is not None
-    parts = []
-    for temperature, scheme in ((0, "top"), (1, "hybrid")):
-        costs = measured_costs(target.model, draft, topology.num_nodes, scheme)
+    costs, parts = measured_costs(target.model, draft, topology.num_nodes), []
+    for temperature in (0, 1):
         tokens = tokens_per_pass(acceptance, tree, greedy=temperature == 0)
         factor = speedup(tokens, topology.depth, topology.num_nodes, costs)
         parts.append(f"{factor:.2f}× plain decoding at T={temperature} ({tokens:.2f} tokens per pass)")

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from polydraft.devices import can_sync
 from polydraft.errors import UsageError
-from polydraft.operations import operation
 from polydraft.sampling import NO_TOKEN, draw_independent, draw_one
 from polydraft.verify.contest import BUCKETS, Contest, count_certain
 from polydraft.verify.scheme import SCHEMES, IndependentChildren, Scheme, Selection
@@ -112,18 +111,6 @@ def threshold_of(scheme: Scheme) -> float | None:
     return torch.inf if scheme.threshold is None else scheme.threshold
 
 
-@operation
-def draw_hybrid(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -> Tensor:
-    """Draw K children per row: the top m for certain, the rest independently."""
-    if uniforms_RK.shape[1] == 1:  # an only child is never certain
-        return draw_independent(draft_probs_RV, uniforms_RK)
-    token_RK, certain_RK, rest_RV = split(draft_probs_RV, uniforms_RK.shape[1], threshold)
-    children_RK = draw_independent(rest_RV, uniforms_RK)
-    width = token_RK.shape[1]
-    children_RK[:, :width] = torch.where(certain_RK, token_RK, children_RK[:, :width])
-    return children_RK
-
-
 def split(draft_probs_RV: Tensor, count: int, threshold: float) -> tuple[Tensor, Tensor, Tensor]:
     """Return the top tokens, which of them are certain if there are `count` children, and the weights without these."""
     value_RK, token_RK = largest(draft_probs_RV, count)
@@ -136,7 +123,7 @@ def split(draft_probs_RV: Tensor, count: int, threshold: float) -> tuple[Tensor,
 
 @SCHEMES.register("hybrid")
 class Hybrid(Race):
-    """The top candidates for certain plus independent ones, picked by an optimal race; the default.
+    """The top candidates for certain plus independent ones, picked by an optimal race; the best of the drawn ones.
 
     Parameters
     ----------
@@ -181,7 +168,13 @@ class Hybrid(Race):
 
     def draw(self, draft_probs_RV: Tensor, uniforms_RK: Tensor) -> Tensor:
         """Take the top tokens, and draw the others from the rest."""
-        return draw_hybrid(draft_probs_RV, uniforms_RK, self.threshold)
+        if uniforms_RK.shape[1] == 1:  # an only child is never certain
+            return draw_independent(draft_probs_RV, uniforms_RK)
+        token_RK, certain_RK, rest_RV = split(draft_probs_RV, uniforms_RK.shape[1], self.threshold)
+        children_RK = draw_independent(rest_RV, uniforms_RK)
+        width = token_RK.shape[1]
+        children_RK[:, :width] = torch.where(certain_RK, token_RK, children_RK[:, :width])
+        return children_RK
 
 
 @cache

@@ -13,14 +13,9 @@ from polydraft.operations import implements
 from polydraft.sampling import PartialVocabulary
 from polydraft.sampling.gumbel import perturbed
 from polydraft.sampling.warper import RANKED_NATS, softened
-from polydraft.verify.hybrid import draw_hybrid
 
 _MOST_AT_ONCE, _SOFTENED = 2**16, 2**13
 """Most columns that one program softens at once, and columns of a part if there are more."""
-_SUMMED, _TILES = 256, 8
-"""Columns per block, each with its own sum, and blocks per program."""
-_MOST_DRAWN = 16
-"""Most children of a node for the kernel that draws them, whose tables would otherwise be too large."""
 MOST_CHILDREN = 32
 """Most children of a node for kernels that look for them one by one."""
 _RANKED = 2048
@@ -57,35 +52,6 @@ def _soften(logits_BGV: Tensor, temperature_B: Tensor | None) -> Tensor:
         TEMPERED=tempered, BLOCK=_SOFTENED, BLOCK_M=power_of_two(parts), num_warps=8,
     )  # fmt: skip
     return probs_BGV
-
-
-def _can_draw(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -> bool:
-    few = uniforms_RK.shape[1] <= _MOST_DRAWN
-    return few and draft_probs_RV.dtype == torch.float32 and kernels_run(draft_probs_RV)
-
-
-@implements(draw_hybrid, "triton", supports=_can_draw)
-def _draw(draft_probs_RV: Tensor, uniforms_RK: Tensor, threshold: float) -> Tensor:
-    from polydraft.backends.triton import draw_kernels as kernels
-
-    rows, columns = draft_probs_RV.shape
-    count = uniforms_RK.shape[1]
-    uniforms_RK, draft_probs_RV = uniforms_RK.double().contiguous(), side_by_side(draft_probs_RV)
-    blocks = -(-columns // _SUMMED)
-    parts = -(-blocks // _TILES)
-    sums_RM = draft_probs_RV.new_empty(rows, blocks, dtype=torch.int64)
-    keys_RX = sums_RM.new_empty(rows, parts * count)
-    children_RK = sums_RM.new_empty(rows, count)
-    kernels.rank_blocks[(rows, parts)](
-        draft_probs_RV, sums_RM, keys_RX, columns, blocks, count, draft_probs_RV.stride(0), TILES=_TILES, BLOCK=_SUMMED
-    )
-    kernels.draw_children[(rows,)](
-        draft_probs_RV, sums_RM, keys_RX, uniforms_RK, children_RK, columns, blocks, count, parts,
-        draft_probs_RV.stride(0), uniforms_RK.stride(0),
-        THRESHOLD=threshold, BLOCK=_SUMMED, BLOCK_K=power_of_two(count, LEAST_CHILDREN),
-        BLOCK_M=power_of_two(blocks), BLOCK_X=power_of_two(parts * count),
-    )  # fmt: skip
-    return children_RK
 
 
 def _can_plant(logits_BGV: Tensor, nodes_GK: Tensor, *_: object) -> bool:
