@@ -6,6 +6,9 @@ from typing import Any
 
 import torch
 
+from polydraft.sampling import RowParams, SamplingParams
+from polydraft.sampling.row_numbers import RowNumbers
+
 from .harness import Case, cases
 
 
@@ -54,3 +57,35 @@ def _() -> Iterator[Case]:
         for shared, partial_vocabulary in ((True, False), (False, True)):
             arguments = partial(scores, nodes, columns, shared, partial_vocabulary)
             yield Case(f"{nodes}x{columns}, {shared}", arguments, tolerance=3e-5)  # logarithms differ in the last places
+
+
+@cases("truncated")
+def _() -> Iterator[Case]:
+    rows = [
+        SamplingParams(top_k=3),
+        SamplingParams(top_p=0.6),
+        SamplingParams(min_p=0.1),
+        SamplingParams(top_k=7, top_p=0.8, min_p=0.02),
+        SamplingParams(),
+    ]
+
+    def truncation(columns: int, params: list[SamplingParams], kind: str, device: str) -> tuple[Any, ...]:
+        scores_BGV = 3 * torch.randn(len(params), 2, columns, generator=torch.Generator().manual_seed(columns))
+        if kind == "with ties":
+            scores_BGV = scores_BGV.round()
+        elif kind == "not all finite":
+            scores_BGV[0, 0], scores_BGV[1, 1, 0], scores_BGV[2, 1, 1:] = -torch.inf, torch.nan, -torch.inf
+        numbers = RowNumbers(len(params), torch.device(device))
+        numbers.write(RowParams(tuple(params)))
+        cut = [row for row, one in enumerate(params) if one.top_p < 1]
+        return scores_BGV.to(device), numbers, max(one.top_k for one in params), cut
+
+    for name, columns, params, kind in (
+        ("all kinds", 300, rows, "without ties"),
+        ("with ties", 300, rows, "with ties"),
+        ("few tokens", 5, rows, "with ties"),
+        ("not all finite", 40, rows, "not all finite"),
+        ("several strips", 5000, rows[1:2], "without ties"),
+        ("several strips with ties", 5000, rows[3:4], "with ties"),
+    ):
+        yield Case(name, partial(truncation, columns, params, kind), slow="strips" in name)

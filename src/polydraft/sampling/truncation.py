@@ -6,11 +6,13 @@ import torch
 from torch import Tensor
 
 from polydraft.devices import is_host
+from polydraft.operations import operation
 from polydraft.sampling.row_numbers import ALL, RowNumbers
 
 _TOP_P_CANDIDATES = 2048
 
 
+@operation
 def truncated(scores_BGV: Tensor, numbers: RowNumbers, most_kept: int, cut_rows: Sequence[int]) -> Tensor:
     """Return scores with minus infinity for tokens that top-k, top-p or min-p of their rows rules out.
 

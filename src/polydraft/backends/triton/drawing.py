@@ -4,6 +4,8 @@ Torch takes separate kernels to convert, divide and normalise, five small ones t
 dozen to find the likeliest tokens. Each does next to nothing, but together they take as long as the passes of a small draft.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -12,6 +14,8 @@ from polydraft.draft.static_builder import plant_columns, plant_largest
 from polydraft.operations import implements
 from polydraft.sampling import PartialVocabulary
 from polydraft.sampling.gumbel import perturbed
+from polydraft.sampling.row_numbers import RowNumbers
+from polydraft.sampling.truncation import truncated
 from polydraft.sampling.warper import RANKED_NATS, softened
 
 _MOST_AT_ONCE, _SOFTENED = 2**16, 2**13
@@ -21,8 +25,8 @@ MOST_CHILDREN = 32
 _RANKED = 2048
 _LEAST_KEYS, _KEYS_PER_WARP = 64, 256
 _PLANTED = 128
-_NOISY = 1024
-"""Columns to which one program adds noise."""
+_NOISY, _TRUNCATED = 1024, 2048
+"""Columns to which one program adds noise, and that it takes at a time to truncate."""
 
 
 @implements(softened, "triton", supports=runs_on_tensors)
@@ -114,3 +118,22 @@ def _perturbed(scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_
         columns, nodes, places, *scores_BGV.stride()[:2], PARTIAL=tokens_D is not None, BLOCK=_NOISY, num_warps=4,
     )  # fmt: skip
     return noisy_BGV
+
+
+def _can_truncate(scores_BGV: Tensor, *_: object) -> bool:
+    return scores_BGV.dtype != torch.float64 and kernels_run(scores_BGV)
+
+
+@implements(truncated, "triton", supports=_can_truncate)
+def _truncated(scores_BGV: Tensor, numbers: RowNumbers, most_kept: int, cut_rows: Sequence[int]) -> Tensor:
+    from polydraft.backends.triton import truncation_kernels as kernels
+
+    batch, nodes, columns = scores_BGV.shape
+    scores_BGV = side_by_side(scores_BGV)
+    kept_BGV = torch.empty(scores_BGV.shape, dtype=torch.float32, device=scores_BGV.device)
+    used = {name.upper(): name in numbers.used for name in ("top_k", "top_p", "min_p")}
+    kernels.truncate[(batch * nodes,)](
+        scores_BGV, *(numbers[name] for name in ("top_k", "top_p", "min_p")), kept_BGV,
+        columns, nodes, *scores_BGV.stride()[:2], **used, BLOCK=_TRUNCATED, num_warps=16,
+    )  # fmt: skip
+    return kept_BGV
