@@ -85,7 +85,8 @@ def _() -> Iterator[Case]:
         ("with ties", 300, rows, "with ties"),
         ("few tokens", 5, rows, "with ties"),
         ("not all finite", 40, rows, "not all finite"),
-        ("several strips", 5000, rows[1:2], "without ties"),
-        ("several strips with ties", 5000, rows[3:4], "with ties"),
+        ("several strips", 20_000, rows[1:4], "without ties"),
+        ("several strips with ties", 20_000, rows[1:4], "with ties"),
+        ("most tokens", 20_000, [SamplingParams(top_k=9000), SamplingParams(top_k=12_000, top_p=0.9)], "without ties"),
     ):
-        yield Case(name, partial(truncation, columns, params, kind), slow="strips" in name)
+        yield Case(name, partial(truncation, columns, params, kind), slow=columns > 300)

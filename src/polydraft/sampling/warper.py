@@ -158,7 +158,8 @@ class Warper(ByRow):
 
     def _before_noise(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         scores_BGV = logits_BGV if self.params.keeps_order else self._with_penalties(logits_BGV.float(), paths_BGP)
-        if not self._numbers.used & {"top_k", "top_p", "min_p"}:
+        # Whether a draft proposes tokens that the target rules out makes no difference that could be measured, and takes time.
+        if self._of_draft or not self._numbers.used & {"top_k", "top_p", "min_p"}:
             return scores_BGV
         return scores_BGV.masked_fill(self._tempered(scores_BGV.float()) == -torch.inf, -torch.inf)
 

@@ -25,7 +25,7 @@ MOST_CHILDREN = 32
 _RANKED = 2048
 _LEAST_KEYS, _KEYS_PER_WARP = 64, 256
 _PLANTED = 128
-_NOISY, _TRUNCATED = 1024, 2048
+_NOISY, _TRUNCATED = 1024, 8192
 """Columns to which one program adds noise, and that it takes at a time to truncate."""
 
 
@@ -134,6 +134,6 @@ def _truncated(scores_BGV: Tensor, numbers: RowNumbers, most_kept: int, cut_rows
     used = {name.upper(): name in numbers.used for name in ("top_k", "top_p", "min_p")}
     kernels.truncate[(batch * nodes,)](
         scores_BGV, *(numbers[name] for name in ("top_k", "top_p", "min_p")), kept_BGV,
-        columns, nodes, *scores_BGV.stride()[:2], **used, BLOCK=_TRUNCATED, num_warps=16,
+        columns, nodes, *scores_BGV.stride()[:2], **used, BLOCK=_TRUNCATED, num_warps=32,
     )  # fmt: skip
     return kept_BGV
