@@ -59,7 +59,7 @@ def _() -> Iterator[Case]:
             yield Case(f"{nodes}x{columns}, {shared}", arguments, tolerance=3e-5)  # logarithms differ in the last places
 
 
-@cases("truncated")
+@cases("largest_kept")
 def _() -> Iterator[Case]:
     rows = [
         SamplingParams(top_k=3),
@@ -68,25 +68,30 @@ def _() -> Iterator[Case]:
         SamplingParams(top_k=7, top_p=0.8, min_p=0.02),
         SamplingParams(),
     ]
+    whole = [SamplingParams(top_k=9000), SamplingParams(top_k=12_000, top_p=0.9), SamplingParams(top_p=0.99)]
 
-    def truncation(columns: int, params: list[SamplingParams], kind: str, device: str) -> tuple[Any, ...]:
-        scores_BGV = 3 * torch.randn(len(params), 2, columns, generator=torch.Generator().manual_seed(columns))
+    def truncation(columns: int, params: list[SamplingParams], kind: str, scale: float, device: str) -> tuple[Any, ...]:
+        scores_BGV = 3 * torch.randn(len(params), 6, columns, generator=torch.Generator().manual_seed(columns))
         if kind == "with ties":
             scores_BGV = scores_BGV.round()
         elif kind == "not all finite":
             scores_BGV[0, 0], scores_BGV[1, 1, 0], scores_BGV[2, 1, 1:] = -torch.inf, torch.nan, -torch.inf
         numbers = RowNumbers(len(params), torch.device(device))
         numbers.write(RowParams(tuple(params)))
-        cut = [row for row, one in enumerate(params) if one.top_p < 1]
-        return scores_BGV.to(device), numbers, max(one.top_k for one in params), cut
+        keys_B, scales_B = torch.arange(len(params), device=device) + 7, torch.full((len(params),), scale, device=device)
+        noise = keys_B, torch.arange(6, device=device).repeat(len(params), 1), scales_B, None
+        cut, scores_BGV = [row for row, one in enumerate(params) if one.top_p < 1], scores_BGV.to(device)
+        return scores_BGV, noise, scores_BGV, numbers, max(one.top_k for one in params), cut
 
     for name, columns, params, kind in (
         ("all kinds", 300, rows, "without ties"),
         ("with ties", 300, rows, "with ties"),
         ("few tokens", 5, rows, "with ties"),
         ("not all finite", 40, rows, "not all finite"),
-        ("several strips", 20_000, rows[1:4], "without ties"),
-        ("several strips with ties", 20_000, rows[1:4], "with ties"),
-        ("most tokens", 20_000, [SamplingParams(top_k=9000), SamplingParams(top_k=12_000, top_p=0.9)], "without ties"),
+        ("several strips", 10_000, rows, "without ties"),
+        ("several strips with ties", 10_000, rows, "with ties"),
+        ("most tokens", 20_000, whole, "without ties"),
     ):
-        yield Case(name, partial(truncation, columns, params, kind), slow=columns > 300)
+        for scale in (1.0, 30.0):  # much noise: the first tokens found are ruled out
+            slow = columns > 300 or (scale > 1 and kind != "with ties")
+            yield Case(f"{name}, noise {scale:g}", partial(truncation, columns, params, kind, scale), slow=slow)

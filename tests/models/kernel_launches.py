@@ -41,7 +41,7 @@ from polydraft.models.storage import move_up
 from polydraft.sampling import PartialVocabulary, RowParams, SamplingParams
 from polydraft.sampling.gumbel import perturbed
 from polydraft.sampling.row_numbers import RowNumbers
-from polydraft.sampling.truncation import truncated
+from polydraft.sampling.truncation import largest_kept
 from polydraft.sampling.warper import softened
 from polydraft.trees import DraftTree, DynamicShape, SlicedMask, parse_tree, union
 from polydraft.verify.node import follow_largest, follow_tokens
@@ -201,7 +201,8 @@ def probabilities(dtype: torch.dtype) -> None:
     for row in (SamplingParams(top_k=20), SamplingParams(top_p=0.9), SamplingParams(top_k=20, top_p=0.8, min_p=0.1)):
         numbers = RowNumbers(2, torch.device("cpu"))
         numbers.write(RowParams.of(row, 2))
-        truncated(torch.zeros(2, 3, columns, dtype=dtype), numbers, row.top_k, [])
+        scores, noise = torch.zeros(2, 3, columns), (keys_B, positions_BK, torch.ones(2), None)
+        largest_kept(scores, noise, scores, numbers, row.top_k, [])
 
 
 def greedy_rounds(dtype: torch.dtype) -> None:

@@ -1,4 +1,4 @@
-"""Top-k, top-p and min-p: which tokens a distribution keeps."""
+"""Top-k, top-p and min-p: which tokens a distribution keeps, and which of these a coupled text takes."""
 
 from collections.abc import Sequence
 
@@ -7,12 +7,12 @@ from torch import Tensor
 
 from polydraft.devices import is_host
 from polydraft.operations import operation
+from polydraft.sampling.gumbel import largest_perturbed
 from polydraft.sampling.row_numbers import ALL, RowNumbers
 
 _TOP_P_CANDIDATES = 2048
 
 
-@operation
 def truncated(scores_BGV: Tensor, numbers: RowNumbers, most_kept: int, cut_rows: Sequence[int]) -> Tensor:
     """Return scores with minus infinity for tokens that top-k, top-p or min-p of their rows rules out.
 
@@ -38,6 +38,32 @@ def truncated(scores_BGV: Tensor, numbers: RowNumbers, most_kept: int, cut_rows:
         low_BGV = probs_BGV < numbers["min_p"] * probs_BGV.amax(-1, keepdim=True)
         scores_BGV = scores_BGV.masked_fill(low_BGV, -torch.inf)
     return scores_BGV
+
+
+@operation
+def largest_kept(
+    scores_BGV: Tensor,
+    noise: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    tempered_BGV: Tensor,
+    numbers: RowNumbers,
+    most_kept: int,
+    cut_rows: Sequence[int],
+) -> Tensor:
+    """Return the token of the largest noisy score among those that are kept, `[B, G]`; `NO_TOKEN` if that is not finite.
+
+    Parameters
+    ----------
+    scores_BGV : Tensor
+        Logits after penalties.
+    noise : tuple
+        What `perturbed` takes besides scores; for columns that are all tokens.
+    tempered_BGV : Tensor
+        Scores divided by the temperature.
+    numbers, most_kept, cut_rows
+        As for `truncated`.
+    """
+    ruled_out_BGV = truncated(tempered_BGV, numbers, most_kept, cut_rows) == -torch.inf
+    return largest_perturbed(scores_BGV.masked_fill(ruled_out_BGV, -torch.inf), *noise, 1)[..., 0]
 
 
 def _cut(scores_BGV: Tensor, top_p_B11: Tensor, rows: Sequence[int]) -> Tensor:

@@ -15,7 +15,7 @@ from polydraft.sampling.history import History
 from polydraft.sampling.params import CoupledParams, RowParams, SamplingParams, bias_table
 from polydraft.sampling.processing import Processing
 from polydraft.sampling.row_numbers import RowNumber, RowNumbers
-from polydraft.sampling.truncation import truncated
+from polydraft.sampling.truncation import largest_kept, truncated
 from polydraft.sampling.vocabulary import PartialVocabulary
 
 RANKED_NATS = 60.0
@@ -140,7 +140,7 @@ class Warper(ByRow):
             self._lengths_B += counts_B
 
     def prepared(self, logits_BGV: Tensor, paths_BGP: Tensor, depths: int | Tensor) -> Tensor:
-        """If some rows are coupled, return logits after penalties and truncation, with noise times temperature in these rows.
+        """If some rows are coupled, return logits after penalties, with noise times temperature in these rows.
 
         The largest of log p + noise is the largest of logits + T · noise, so with these scores a coupled row is like one at
         temperature 0. Without coupled rows, the logits stay as they are.
@@ -157,11 +157,7 @@ class Warper(ByRow):
         return perturbed(self._before_noise(logits_BGV, paths_BGP), *self._noise(depths))
 
     def _before_noise(self, logits_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
-        scores_BGV = logits_BGV if self.params.keeps_order else self._with_penalties(logits_BGV.float(), paths_BGP)
-        # Whether a draft proposes tokens that the target rules out makes no difference that could be measured, and takes time.
-        if self._of_draft or not self._numbers.used & {"top_k", "top_p", "min_p"}:
-            return scores_BGV
-        return scores_BGV.masked_fill(self._tempered(scores_BGV.float()) == -torch.inf, -torch.inf)
+        return logits_BGV if self.params.keeps_order else self._with_penalties(logits_BGV.float(), paths_BGP)
 
     def _noise(self, depths: int | Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """Return what the noise of nodes at these depths is made from, as `perturbed` takes it."""
@@ -205,9 +201,11 @@ class Warper(ByRow):
         return self._tempered(self._penalised(logits_BGV.float(), paths_BGP))
 
     def _tempered(self, scores_BGV: Tensor) -> Tensor:
-        if "temperature" in self._numbers.used:
-            scores_BGV = scores_BGV / self._numbers["temperature"]
-        return truncated(scores_BGV, self._numbers, self._most_kept, self._cut_rows)
+        return truncated(self._hotter(scores_BGV), self._numbers, self._most_kept, self._cut_rows)
+
+    def _hotter(self, scores_BGV: Tensor) -> Tensor:
+        """Divide scores by the temperature."""
+        return scores_BGV / self._numbers["temperature"] if "temperature" in self._numbers.used else scores_BGV
 
     @property
     def temperature_B(self) -> Tensor | None:
@@ -222,8 +220,11 @@ class Warper(ByRow):
 
         Parameters as for `prepared`; logits are as the model returned them.
         """
-        if self._coupled:
+        if self._coupled and not self._truncates:
             return self.largest(logits_BGV, paths_BGP, depths, 1)[..., 0]
+        if self._coupled:
+            scores_BGV, kept = self._before_noise(logits_BGV, paths_BGP).float(), (self._most_kept, self._cut_rows)
+            return largest_kept(scores_BGV, self._noise(depths), self._hotter(scores_BGV), self._numbers, *kept)
         # The order of logits is the same in half precision; only penalties need float32.
         scores_BGV = self._penalised(logits_BGV if self.in_order else logits_BGV.float(), paths_BGP)
         best_BG1 = _argmax(scores_BGV)
@@ -232,6 +233,7 @@ class Warper(ByRow):
     def largest(self, logits_BGV: Tensor, paths_BGP: Tensor, depths: int | Tensor, count: int) -> Tensor:
         """Return the columns of the `count` largest scores with noise at each node, in order; only if some rows are coupled.
 
+        Nothing is truncated: that a draft proposes tokens which the target rules out costs less than finding them.
         Parameters as for `prepared`; `NO_TOKEN` for scores that are not finite.
         """
         return largest_perturbed(self._before_noise(logits_BGV, paths_BGP).float(), *self._noise(depths), count)
@@ -247,7 +249,12 @@ class Warper(ByRow):
     @property
     def in_order(self) -> bool:
         """Whether the largest logits, if `prepared`, belong to the tokens that rank first."""
-        return self._coupled or self.params.keeps_order
+        return not self._truncates if self._coupled else self.params.keeps_order
+
+    @property
+    def _truncates(self) -> bool:
+        """Whether some rows of the target keep only some tokens."""
+        return not self._of_draft and bool(self._numbers.used & {"top_k", "top_p", "min_p"})
 
     def _penalised(self, scores_BGV: Tensor, paths_BGP: Tensor) -> Tensor:
         return scores_BGV if self._coupled else self._with_penalties(scores_BGV, paths_BGP)

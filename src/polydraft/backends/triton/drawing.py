@@ -15,7 +15,7 @@ from polydraft.operations import implements
 from polydraft.sampling import PartialVocabulary
 from polydraft.sampling.gumbel import perturbed
 from polydraft.sampling.row_numbers import RowNumbers
-from polydraft.sampling.truncation import truncated
+from polydraft.sampling.truncation import largest_kept
 from polydraft.sampling.warper import RANKED_NATS, softened
 
 _MOST_AT_ONCE, _SOFTENED = 2**16, 2**13
@@ -25,8 +25,8 @@ MOST_CHILDREN = 32
 _RANKED = 2048
 _LEAST_KEYS, _KEYS_PER_WARP = 64, 256
 _PLANTED = 128
-_NOISY, _TRUNCATED = 1024, 8192
-"""Columns to which one program adds noise, and that it takes at a time to truncate."""
+_NOISY, _KEPT = 1024, 4096
+"""Columns to which one program adds noise, and of which it looks for the largest that is kept, at a time."""
 
 
 @implements(softened, "triton", supports=runs_on_tensors)
@@ -120,20 +120,28 @@ def _perturbed(scores_BGV: Tensor, keys_B: Tensor, positions_BK: Tensor, scales_
     return noisy_BGV
 
 
-def _can_truncate(scores_BGV: Tensor, *_: object) -> bool:
+def _can_keep(scores_BGV: Tensor, *_: object) -> bool:
     return scores_BGV.dtype != torch.float64 and kernels_run(scores_BGV)
 
 
-@implements(truncated, "triton", supports=_can_truncate)
-def _truncated(scores_BGV: Tensor, numbers: RowNumbers, most_kept: int, cut_rows: Sequence[int]) -> Tensor:
+@implements(largest_kept, "triton", supports=_can_keep)
+def _largest_kept(
+    scores_BGV: Tensor,
+    noise: tuple[Tensor, Tensor, Tensor, Tensor | None],
+    tempered_BGV: Tensor,
+    numbers: RowNumbers,
+    most_kept: int,
+    cut_rows: Sequence[int],
+) -> Tensor:
     from polydraft.backends.triton import truncation_kernels as kernels
 
     batch, nodes, columns = scores_BGV.shape
-    scores_BGV = side_by_side(scores_BGV)
-    kept_BGV = torch.empty(scores_BGV.shape, dtype=torch.float32, device=scores_BGV.device)
+    noisy_BGV, tempered_BGV = _perturbed(scores_BGV, *noise), side_by_side(tempered_BGV)
     used = {name.upper(): name in numbers.used for name in ("top_k", "top_p", "min_p")}
-    kernels.truncate[(batch * nodes,)](
-        scores_BGV, *(numbers[name] for name in ("top_k", "top_p", "min_p")), kept_BGV,
-        columns, nodes, *scores_BGV.stride()[:2], **used, BLOCK=_TRUNCATED, num_warps=32,
+    room_BGV = torch.empty_like(noisy_BGV) if used["TOP_K"] else noisy_BGV
+    kept_BG = torch.empty((batch, nodes), dtype=torch.long, device=scores_BGV.device)
+    kernels.keep_largest[(batch * nodes,)](
+        noisy_BGV, tempered_BGV, *(numbers[name] for name in ("top_k", "top_p", "min_p")), room_BGV, kept_BG,
+        columns, nodes, *tempered_BGV.stride()[:2], **used, BLOCK=_KEPT, num_warps=16,
     )  # fmt: skip
-    return kept_BGV
+    return kept_BG
