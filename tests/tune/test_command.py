@@ -114,8 +114,8 @@ def test_candidates_include_the_default_and_follow_the_device() -> None:
 
     defaults = {"cpu": "dynamic:8", "cuda": default_tree(gpu=True, dtype="bfloat16")}
     assert trees(0.0, 1, "cpu") == trees(1.0, 8, "cpu") and "dynamic:64" in trees(0.0, 1, "cpu")
-    assert "dynamic:64:7:fixed" in trees(0.0, 1, "cuda")
-    for sampled in (trees(1.0, 1, "cuda"), trees(0.0, 8, "cuda")):
-        assert sampled[:2] == ["none", defaults["cuda"]] and "dynamic:64:7:fixed" not in sampled
+    assert "dynamic:64:7:fixed" in trees(0.0, 1, "cuda") and "dynamic:64:7:fixed" in trees(1.0, 1, "cuda")
+    for batch in (trees(1.0, 8, "cuda"), trees(0.0, 8, "cuda")):
+        assert batch[:2] == ["none", defaults["cuda"]] and "dynamic:64:7:fixed" not in batch
     assert "4x2x1" not in trees(0.0, 1, "cpu", columns=3)  # a draft of three tokens has no four children
     assert {one.drafter for one in usual_candidates(Use(0.0, 1), "cpu", "none", None)} == {"auto", "lookup", "suffix"}

@@ -24,7 +24,7 @@ from polydraft.tune.contest import Candidate, Lap, hold_contest, planned_turns, 
 _MOST_PROMPTS = 64
 _STATIC = ("chain:2", "chain:4", "2x1x1", "4x2x1", "4x2x2x1x1")
 _DYNAMIC = {"cpu": ("dynamic:8", "dynamic:64"), "cuda": ("dynamic:32:6:fixed", "dynamic:64:7:fixed")}
-"""On a GPU only for single greedy texts: in other uses they lose (decision 41)."""
+"""On a GPU only for single texts: batches of them have static trees (decision 41)."""
 _NGRAMS = ("lookup", "suffix")
 
 Observer = Callable[[str, int, int, str], None]
@@ -132,7 +132,7 @@ def usual_candidates(use: Use, device: str, default: str, columns: int | None) -
     plain = Candidate("plain decoding")
     if columns is None:
         return [plain, *(Candidate(drafter, drafter=drafter) for drafter in _NGRAMS)]
-    trees = (default, *(_DYNAMIC[device] if device == "cpu" or use == Use(0.0, 1) else ()), *_STATIC)
+    trees = (default, *(_DYNAMIC[device] if device == "cpu" or use.batch == 1 else ()), *_STATIC)
     fitting = [tree for tree in trees if LoadOptions(tree=tree).shape[1].max_children <= columns]
     return [plain, *(Candidate(tree, tree) for tree in dict.fromkeys(fitting))]
 
