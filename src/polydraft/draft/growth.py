@@ -1,6 +1,6 @@
 """Growing a dynamic tree: candidates level by level, then a tree of the ones that are kept.
 
-`grow_likeliest` does all of it for trees of a fixed size, of the likeliest candidates, as on a GPU at temperature 0.
+`grow_likeliest` does all of it for trees of a fixed size, of the likeliest candidates, as on a GPU.
 """
 
 from collections.abc import Callable, Iterator

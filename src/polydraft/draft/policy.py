@@ -226,10 +226,7 @@ class RowPolicy(ByRow):
         return self._loads[rows]
 
     def share(self, loads: Sequence[int]) -> None:
-        """Set how many rows share each row's rounds: sharing saves only what a pass costs before its first token.
-
-        A row that must not depend on others has a load of 1.
-        """
+        """Set how many rows share each row's rounds: sharing saves only what a pass costs before its first token."""
         for pace, load in zip(self.paces, loads, strict=True):
             pace.load = self._load(load)
 

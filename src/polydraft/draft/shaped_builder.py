@@ -82,10 +82,10 @@ class ShapedBuilder(DistributionBuilder):
 
 
 class FixedBuilder(ShapedBuilder):
-    """Grow trees of a fixed size, for one text at temperature 0 on a GPU: rounds are captured, and kernels grow the trees.
+    """Grow trees of a fixed size, for one greedy or coupled text on a GPU: rounds are captured, and kernels grow the trees.
 
-    Candidates are chosen by rank, not drawn, so naive sampling is an exact verification at any temperature. At temperature 0
-    no exact verifier accepts more.
+    Candidates are chosen by rank, not drawn, so naive sampling is an exact verification at any temperature. Of a greedy or
+    coupled text, no exact verifier accepts more.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""Triton kernels for verification at temperature 0, and for every round's outcome. Imported only if Triton is installed.
+"""Triton kernels to verify greedy and coupled texts, and for every round's outcome. Imported only if Triton is installed.
 
 `largest_of_parts` finds the largest logit of each part of the vocabulary; `follow` finds the largest of each node, and follows
 these tokens; `conclude` packs a round's outcome, see `polydraft.engine.outcome`.

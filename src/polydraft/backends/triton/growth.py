@@ -1,4 +1,4 @@
-"""Growing dynamic trees at temperature 0 in a few kernels: two per level, and two for the tree.
+"""Growing dynamic trees of the likeliest tokens in a few kernels: two per level, and two for the tree.
 
 Torch takes dozens of small kernels per level and a hundred for the tree, which together take longer than the passes of a small
 draft.

@@ -1,4 +1,4 @@
-"""Triton kernels for dynamic trees at temperature 0; launched by `growth`. Imported only if Triton is installed.
+"""Triton kernels for dynamic trees of the likeliest tokens; launched by `growth`. Imported only if Triton is installed.
 
 `rank_and_sum` finds the likeliest tokens of each part of the vocabulary, `grow_level` the candidates of a level and which of
 them get children, `choose_candidates` the candidates of all levels that make the tree; `plant_chosen` writes its tables.
